@@ -80,13 +80,18 @@ def run(
         "data": f"sha256 {data.description['sha256'][:16]}",
         "target": f"sha256 {weights_digest(target.params)}",
     }
-    with trainer.progress("training", settings.trainer.steps) as bar:
+    optimiser, apart = settings.trainer, ()
+    if data.held_out is not None:
+        part = optimiser.batch // optimiser.accumulate
+        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows)
+    with trainer.progress("training", optimiser.steps) as bar:
         result = trainer.train(
             build.task,
             build.frozen,
-            **_batches(settings, data),
-            settings=settings.trainer,
+            batches(data.train, batch=optimiser.batch, seed=optimiser.seed),
+            optimiser,
             out=Path(settings.output),
+            held_out=apart,
             measure=measure,
             bar=bar,
             stop_after=stop_after,
@@ -166,16 +171,6 @@ def _fields(config: str) -> list[str]:
         config = re.sub(rf"\b{name}=", f"{new_name}=", config)
     parts = (part.strip(" ,)") for part in re.split(r"\b(?=\w+=)", config))
     return [*sorted(part for part in parts if part not in _REMOVED_FIELDS), *digest]
-
-
-def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:
-    """Return the training and held-out batches of this process."""
-    size, seed = settings.trainer.batch, settings.trainer.seed
-    apart = ()
-    if data.held_out is not None:
-        part = size // settings.trainer.accumulate
-        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows)
-    return {"batches": batches(data.train, batch=size, seed=seed), "held_out": apart}
 
 
 def run_method(name: str, argv: Sequence[str] | None = None, *, module: str) -> int:

@@ -1,7 +1,7 @@
 """Errors of options and of training, and the checks of options that raise them."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -18,26 +18,29 @@ def bad_option(name: str, value: Any, remedy: str) -> OptionError:
     return OptionError(f"--{name.replace('_', '-')} {value!r} does not work; {remedy}")
 
 
-def check_choice(options: Any, name: str, choices: Iterable[str]) -> None:
+def check_each(
+    options: Any, names: Iterable[str], fits: Callable[[Any], bool], remedy: str
+) -> None:
+    """Raise OptionError with ``remedy`` if one of ``names`` has a value that does not fit."""
+    for name in names:
+        value = vars(options)[name]
+        if not fits(value):
+            raise bad_option(name, value, remedy)
+
+
+def check_choice(options: Any, name: str, choices: Collection[str]) -> None:
     """Raise OptionError if the option is none of ``choices``."""
-    if vars(options)[name] not in choices:
-        raise bad_option(name, vars(options)[name], f"choose one of {', '.join(choices)}")
+    check_each(options, [name], lambda x: x in choices, f"choose one of {', '.join(choices)}")
 
 
 def check_least(options: Any, least: float, *names: str) -> None:
     """Raise OptionError if one of ``names`` is infinite or below ``least``."""
-    for name in names:
-        value = vars(options)[name]
-        if not least <= value < math.inf:
-            raise bad_option(name, value, f"it must be at least {least}")
+    check_each(options, names, lambda x: least <= x < math.inf, f"it must be at least {least}")
 
 
 def check_positive(options: Any, *names: str) -> None:
     """Raise OptionError if one of ``names`` is infinite or not above 0."""
-    for name in names:
-        value = vars(options)[name]
-        if not 0 < value < math.inf:
-            raise bad_option(name, value, "it must be above 0 and finite")
+    check_each(options, names, lambda x: 0 < x < math.inf, "it must be above 0 and finite")
 
 
 def refuse_idle(options: Any, usual: Mapping[str, Any], idle: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
-from training.errors import bad_option, check_least
+from training.errors import bad_option, check_each, check_least
 from training.locks import alone
 from training.progress import progress
 from training.provenance import provenance, weights_digest, without_folders
@@ -68,9 +68,7 @@ class GenerateSettings(readers.SourceSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("target", "prompts", "output", "temperature"):
-            if not vars(self)[name]:
-                raise bad_option(name, vars(self)[name], "give one")
+        check_each(self, ["target", "prompts", "output", "temperature"], bool, "give one")
         check_least(self, 1, "max_new_tokens", "batch")
         check_least(self, 0, "prompt_tokens", "seed")
         for value in self.temperature:

@@ -25,7 +25,7 @@ from training import data, trainer
 from training.batches import Batch
 from training.command import run_command
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
-from training.errors import bad_option, check_least, refuse_idle
+from training.errors import bad_option, check_each, check_least, refuse_idle
 from training.forward import head_of, hidden_states
 from training.linear import LINEARS
 from training.losses.chunks import next_token_loss
@@ -48,12 +48,11 @@ class ModelSettings:
 
     def __post_init__(self):
         check_least(self, 1, *vars(self))
-        if self.vocab_size > 65536 or self.vocab_size < 257:
-            raise bad_option("vocab_size", self.vocab_size, "take 257 to 65536")
+        check_each(self, ["vocab_size"], lambda x: 257 <= x <= 65536, "take 257 to 65536")
         if self.heads % self.kv_heads:
             raise bad_option("kv_heads", self.kv_heads, f"it must divide --heads {self.heads}")
-        if self.head_dim % 2:
-            raise bad_option("head_dim", self.head_dim, "it must be even (rotary positions)")
+        remedy = "it must be even (rotary positions)"
+        check_each(self, ["head_dim"], lambda x: x % 2 == 0, remedy)
 
     def config(self) -> DecoderConfig:
         """Return the sizes of a Llama with tied embeddings."""

@@ -9,6 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Update = Callable[[float, str, bool], None]  # (done, text, whether a log gets a line)
+Bar = Callable[[int, dict[str, float]], None]  # (step, newest metrics)
+# Metrics of a run that are shown, with their format.
+_SHOWN = {
+    "loss": "loss {:.3f}",
+    "heldout_loss": "held out {:.3f}",
+    "acceptance_length": "acceptance length {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+_EVALUATED = ("heldout_loss", "acceptance_length")
 
 
 @contextlib.contextmanager
@@ -39,3 +48,18 @@ def progress(label: str, total: float, *, counted: bool = True) -> Iterator[Upda
                 print(f"{label}: {done} of {total}  {text}", file=sys.stderr, flush=True)
 
         yield update
+
+
+@contextlib.contextmanager
+def run_progress(label: str, steps: int) -> Iterator[Bar]:
+    """Show ``steps`` steps with the newest metrics; a log gets a line for each evaluation."""
+    before: list[float] = []
+    with progress(label, steps) as update:
+
+        def show(step: int, metrics: dict[str, float]) -> None:
+            evaluated = [value for name, value in metrics.items() if name in _EVALUATED]
+            shown = (form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics)
+            update(step, "  ".join(shown), evaluated != before)
+            before[:] = evaluated
+
+        yield show

@@ -18,7 +18,8 @@ import numpy as np
 from jspec.core.types import Array
 from jspec.models.attention import Attend
 from training.attention import causal
-from training.errors import bad_option, check_least
+from training.errors import bad_option, check_each, check_least
+from training.losses.guesses import Rows
 from training.task import drawing_key
 
 
@@ -32,9 +33,8 @@ class SlotRecipe:
 
     def __post_init__(self):
         check_least(self, 1, "depths")
-        for name in ("retention", "retention_least"):
-            if not 0 < vars(self)[name] <= 1:
-                raise bad_option(name, vars(self)[name], "take more than 0, at most 1")
+        shares = ("retention", "retention_least")
+        check_each(self, shares, lambda x: 0 < x <= 1, "take more than 0, at most 1")
 
     def counts(self, length: int) -> tuple[int, ...]:
         """Return the number of rows that each depth keeps of ``length``."""
@@ -61,9 +61,10 @@ class Slots(NamedTuple):
         """Return rows [B, M, ...] of x [B, T, ...] at the anchors."""
         return _take(x, self.anchors)
 
-    def of_judges(self, x: Array) -> Array:
-        """Return rows [B, M, ...] of x [B, R, ...] at the judges."""
-        return _take(x, self.judges)
+    def rows_of(self, states: Array, labels: Array) -> Rows:
+        """Return the judges, given the target's states [B, R, D] and the labels [B, R] behind."""
+        judges = (_take(x, self.judges) for x in (states, labels))
+        return Rows(*judges, self.weights[..., None], self.depths[:, None])
 
 
 def choose(

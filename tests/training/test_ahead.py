@@ -11,17 +11,15 @@ import pytest
 from tests import tiny
 from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
 from training.batches import Batch
-from training.losses import parallel, unrolled
+from training.losses import guesses
 from training.slots import SlotRecipe
 from training.task import Frozen, Ratio
 from training.tasks.dflash_task import PUBLISHED as DFLASH_PUBLISHED
 from training.tasks.dflash_task import DFlashTask
-from training.tasks.draft_task import DraftRecipe, DraftTask
-from training.tasks.eagle_task import PUBLISHED, EagleTask
+from training.tasks.draft import DraftRecipe, DraftTask, ParallelDraftTask
+from training.tasks.eagle_task import PARALLEL, PUBLISHED, EagleTask, ParallelEagleTask
 from training.tasks.medusa import MedusaRecipe, MedusaTask
 from training.tasks.mtp import MtpRecipe, MtpTask
-from training.tasks.parallel_draft import ParallelDraftTask
-from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.tasks.stages import StagesRecipe, StagesTask
 
 TARGET = tiny.TARGET.config
@@ -78,23 +76,21 @@ def weights_of(task):
 def counted(name: str, monkeypatch) -> list[list[set[int]]]:
     """Return the tokens of each window about which the first and the second guess count."""
 
-    # The network is dead code, because only the weights are returned.
-    def weights(score, x, matrices, fixed, *, rows):
-        return {"loss": jnp.float32(0), "weights": fixed[1]}
+    # The network is dead code, because only the rows of the target are returned.
+    def rows_of(score, x, matrices, fixed, *, rows):
+        return {"loss": jnp.float32(0), "rows": fixed._replace(states=None)}
 
-    slots = lambda *_, **parts: {"loss": jnp.float32(0), "slots": parts["slots"]._asdict()}
-    monkeypatch.setattr(unrolled, "mean_by_chunks", weights)
-    monkeypatch.setattr(parallel, "judge", slots)
+    monkeypatch.setattr(guesses, "mean_by_chunks", rows_of)
     task = TASKS[name]()
     params, frozen = weights_of(task)
-    _, metrics = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))
-    if "slots" in metrics:
-        slots = metrics["slots"]
-        labels = np.where(slots["weights"] > 0, slots["judges"] + 1, -1)
-        depths = slots["depths"]
-        return [[set(row[depths == k].tolist()) - {-1} for k in range(2)] for row in labels]
-    weights = np.asarray(metrics["weights"])  # at j - 1, for the token j + 1
-    return [[set((np.flatnonzero(row[:, k]) + 2).tolist()) for k in range(2)] for row in weights]
+    rows = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))[1]["rows"]
+    places = rows.labels - 15 * np.arange(2)[:, None]  # a token's number is its place
+    about = np.where(rows.weights > 0, places[..., None], -1)
+    depths = np.asarray(rows.depths)
+    return [
+        [set(window[k == step].tolist()) - {-1} for step in range(2)]
+        for window, k in zip(about, depths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", TASKS)

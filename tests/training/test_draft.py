@@ -13,7 +13,7 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from training.batches import Batch
 from training.losses.distances import LOSSES
 from training.task import Frozen
-from training.tasks.draft_task import DraftRecipe, DraftTask, sample_continuations
+from training.tasks.draft import DraftRecipe, DraftTask, sample_continuations
 
 
 def sizes(vocab_size, layers):

@@ -23,9 +23,8 @@ from training.attention import causal
 from training.batches import Batch
 from training.slots import SlotRecipe
 from training.task import Frozen
-from training.tasks.draft_task import DraftRecipe
-from training.tasks.parallel_draft import ParallelDraftTask
-from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.tasks.draft import DraftRecipe, ParallelDraftTask
+from training.tasks.eagle_task import PARALLEL, ParallelEagleTask
 
 SIZES = DecoderConfig(
     vocab_size=40,

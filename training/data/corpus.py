@@ -16,7 +16,9 @@ import tokenizers
 
 from training.batches import Batch
 from training.data.sources import Document, find_documents, is_package
-from training.data.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from training.data.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
+
+_TOGETHER = 256  # documents that the tokenizer gets at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +119,16 @@ def _capped(documents: list[Document], limit: float) -> list[Document]:
 
 
 def _write_tokens(path: Path, tokenizer, documents: list[Document]) -> dict:
-    digest, count = hashlib.sha256(), 0
+    """Write the token ids of each text, ended by ``END_OF_TEXT``; return counts and a hash."""
+    digest, count, end = hashlib.sha256(), 0, tokenizer.token_to_id(END_OF_TEXT)
     with path.open("wb") as file:
-        for ids in encode_documents(tokenizer, (document.text for document in documents)):
-            block = np.asarray(ids, np.uint16).tobytes()
-            digest.update(block)
-            file.write(block)
-            count += len(ids)
+        for begin in range(0, len(documents), _TOGETHER):
+            texts = [document.text for document in documents[begin : begin + _TOGETHER]]
+            for entry in tokenizer.encode_batch(texts):
+                block = np.asarray([*entry.ids, end], np.uint16).tobytes()
+                digest.update(block)
+                file.write(block)
+                count += len(entry.ids) + 1
     size = sum(len(document.text.encode()) for document in documents)
     return {"files": len(documents), "bytes": size, "tokens": count, "sha256": digest.hexdigest()}
 

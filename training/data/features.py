@@ -7,7 +7,6 @@ cache is one flat file, filled window by window; an interrupted run continues to
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flax import struct
 from jax.experimental import multihost_utils
 
 from jspec.core.types import Array
+from jspec.util import atomic_files
 from training.batches import Batch
 from training.data.loader import Rows
 from training.errors import bad_option
@@ -112,7 +112,5 @@ def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path)
             features[start:end] = np.asarray(states)[: end - start]
             if (start // _TOGETHER + 1) % _FLUSH == 0 or end == len(rows):
                 features.flush()
-                aside = mark.with_suffix(".new")
-                aside.write_text(json.dumps({"windows": end}))
-                os.replace(aside, mark)
+                atomic_files.write(mark, json.dumps({"windows": end}).encode())
             update(end, "", False)

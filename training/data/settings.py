@@ -14,7 +14,7 @@ from training.data.encode import Encoder
 from training.data.packing import LongDocuments, PackedRows, Packing, pack
 from training.data.readers import SourceSettings, find
 from training.data.token_file import tokenized
-from training.errors import bad_option, check_choice, check_least
+from training.errors import bad_option, check_choice, check_each, check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,8 @@ class DataSettings(SourceSettings):
         check_least(self, 1, "length")
         check_choice(self, "packing", get_args(Packing))
         check_choice(self, "long_documents", get_args(LongDocuments))
-        share = self.held_out_share
-        if not 0 <= share < 1:
-            raise bad_option("held_out_share", share, "take 0, or more and below 1")
+        share, remedy = self.held_out_share, "take 0, or more and below 1"
+        check_each(self, ["held_out_share"], lambda x: 0 <= x < 1, remedy)
         if share and (self.held_out_data or self.held_out_modules):
             remedy = "leave it out: --held-out-data or --held-out-modules decides what is held out"
             raise bad_option("held_out_share", share, remedy)

@@ -1,8 +1,7 @@
 """A byte-level BPE tokenizer for text and source code, in Hugging Face layout."""
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
@@ -35,16 +34,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def encode_documents(
-    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], batch: int = 256
-) -> Iterator[list[int]]:
-    """Yield the token ids of each text, ended by ``END_OF_TEXT``."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    texts = iter(texts)
-    while group := list(itertools.islice(texts, batch)):
-        yield from ([*entry.ids, end] for entry in tokenizer.encode_batch(group))
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path, max_length: int) -> None:

@@ -124,18 +124,16 @@ def head_config(
 def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start, vocabulary = _head(settings, target, data)
-    compute, remat = settings.trainer.compute, settings.trainer.remat
     return method.head_build(
         settings,
         target,
         config,
         start,
-        DFlashTask(config, target.config, settings.recipe, compute, remat),
+        DFlashTask,
         _DRAFTERS[settings.variant],
         identity={"variant": settings.variant},
         vocabulary=vocabulary,
         format=settings.format,
-        finished=lambda params: params.replace(draft_to_target=vocabulary),
     )
 
 

@@ -23,7 +23,7 @@ from jspec.models.heads import dflash, dspark
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from training.batches import Batch
 from training.block_attention import over_context
-from training.errors import bad_option, check_choice, check_least
+from training.errors import bad_option, check_choice, check_each, check_least
 from training.forward import draft_output, head_of, packed_states
 from training.linear import LINEARS
 from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
@@ -56,8 +56,7 @@ class Recipe:
         check_least(self, 0, "label_weight", "loss_weight", "confidence_weight", "gamma")
         if not self.label_weight + self.loss_weight:
             raise bad_option("label_weight", 0.0, "give it or --loss-weight a value above 0")
-        if not 0 <= self.dpace_alpha <= 1:
-            raise bad_option("dpace_alpha", self.dpace_alpha, "take 0 to 1")
+        check_each(self, ["dpace_alpha"], lambda x: 0 <= x <= 1, "take 0 to 1")
         check_choice(self, "loss", LOSSES)
 
     @property

@@ -11,20 +11,193 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jspec.api.vocabularies import check_same
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads.mask_token import SERVED, mask_token_id
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array
 from jspec.drafters import DraftModel, ParallelDraftModel
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
+from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
+from training.batches import Batch
 from training.data.settings import Data
-from training.errors import bad_option
-from training.task import Frozen
+from training.errors import bad_option, check_choice, check_each, check_least, check_positive
+from training.forward import head_of, packed_states
+from training.linear import LINEARS
+from training.losses.chunks import take
+from training.losses.distances import LOSSES, LossName
+from training.losses.guesses import Rows, judge
+from training.slots import SlotRecipe, attend_to, choose
+from training.task import Frozen, Metrics
 from training.tasks import method
-from training.tasks.draft_task import DraftRecipe, DraftTask
-from training.tasks.parallel_draft import ParallelDraftTask
 from training.trainer import TrainerSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRecipe:
+    """Losses and texts of a draft model."""
+
+    loss: LossName = "kl"  # distance between the target's distribution and the draft's
+    text_weight: float = 0.0  # share of the next-token loss in the objective
+    on_policy: float = 0.0  # share of a batch's windows that the draft model continues by itself
+    on_policy_prompt: int = 64  # tokens of such a window that stay
+    on_policy_temperature: float = 1.0  # temperature of the continuations
+
+    def values(self, log_p: Array, log_q: Array, x, states, labels: Array) -> dict[str, Array]:
+        """Return the objective ``loss``, ``next_token_loss`` of the labels, and ``kl`` of rows."""
+        text, distance = -take(log_q, labels), LOSSES[self.loss](log_p, log_q)
+        loss = (1 - self.text_weight) * distance + self.text_weight * text
+        return {"loss": loss, "next_token_loss": text, "kl": LOSSES["kl"](log_p, log_q)}
+
+    def __post_init__(self):
+        check_choice(self, "loss", LOSSES)
+        check_each(self, ["text_weight", "on_policy"], lambda x: 0 <= x <= 1, "take 0 to 1")
+        check_least(self, 1, "on_policy_prompt")
+        check_positive(self, "on_policy_temperature")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTask:
+    """A draft model in training: a ``training.task.Task``."""
+
+    draft: DecoderConfig  # sizes of the draft model
+    # sizes of the target. If one vocabulary is padded, only the common part counts.
+    target: DecoderConfig
+    recipe: DraftRecipe  # losses and texts
+    compute: str = "bfloat16"
+    remat: bool = False
+
+    def init(self, key: Array, frozen: Frozen) -> DecoderParams:
+        """Return the initial weights."""
+        return method.float32(frozen.start)
+
+    def loss(
+        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array | None
+    ) -> tuple[Array, Metrics]:
+        """Return ``loss`` and, as ``Ratio``, ``next_token_loss``, ``kl`` and ``accepted``.
+
+        ``next_token_loss`` is that of the text, including continuations; ``accepted`` is the
+        probability that a drafted token is accepted. With several guesses a pass ``accepted_k`` is
+        that of a guess at depth k.
+        """
+        batch = self._continued(params, batch, key)
+        _, states = packed_states(frozen.target, self.target, batch, self.compute)
+        x, rows = self._guesses(params, batch, states[:, :-1], key)
+        means = judge(
+            x[:, :, None],
+            rows,
+            (head_of(params),),
+            frozen=frozen,
+            linear=LINEARS[self.compute],
+            loss=self.recipe.loss,
+            values=self.recipe.values,
+            vocab_size=min(self.draft.vocab_size, self.target.vocab_size),
+        )
+        return means["loss"], means
+
+    def _guesses(
+        self, params: DecoderParams, batch: Batch, states: Array, key: Array | None
+    ) -> tuple[Array, Rows]:
+        """Return normed last hidden states [B, R, D], and the target's R rows with ``states``."""
+        _, x = packed_states(params, self.draft, batch, self.compute, remat=self.remat)
+        weights = batch.label_weights[..., None]
+        return x[:, :-1], Rows(states, batch.tokens[:, 1:], weights, None)
+
+    def _continued(self, params: DecoderParams, batch: Batch, key: Array | None) -> Batch:
+        """Return the batch; in training the draft model continues its first windows."""
+        count = round(self.recipe.on_policy * len(batch.tokens))
+        if key is None or not count:
+            return batch
+        length = min(self.recipe.on_policy_prompt, batch.tokens.shape[1] - 1)
+        written = sample_continuations(
+            params,
+            self.draft,
+            batch.tokens[:count, :length],
+            batch.tokens.shape[1],
+            key,
+            self.recipe.on_policy_temperature,
+            min(self.draft.vocab_size, self.target.vocab_size),
+        )
+        new = Batch(
+            tokens=written,
+            segments=jnp.ones_like(written),
+            weights=jnp.broadcast_to(jnp.arange(written.shape[1]) >= length, written.shape) * 1.0,
+        )
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b[count:]]), new, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelDraftTask(DraftTask):
+    """A draft model that learns to guess K tokens in one pass: PARD (arXiv 2504.18583).
+
+    Guess (a, k) is made by the k-th mask token behind the text's token a, or by that token itself
+    for k = 0. It stands at position a + k and predicts token a + k + 1.
+    """
+
+    # number of tokens guessed in one pass, and which guesses are trained.
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
+    mask_token_id: int = 0  # id of the masks
+
+    def __post_init__(self):
+        self.slots.check_windows(self.draft.windows)
+
+    def _guesses(
+        self, params: DecoderParams, batch: Batch, states: Array, key: Array | None
+    ) -> tuple[Array, Rows]:
+        length, segments = states.shape[1], batch.segments[:, :-1]
+        slots = choose(self.slots, segments, batch.label_weights, length, 0, key)
+        tokens = jnp.where(slots.depths > 0, self.mask_token_id, slots.of_anchors(batch.tokens))
+        x, _ = decoder.trunk(
+            params,
+            self.draft,
+            decoder.embed(params, self.draft, tokens),
+            slots.of_anchors(batch.positions) + slots.depths,
+            attend_to(slots, segments, self.draft.windows),
+            linear=LINEARS[self.compute],
+            remat=self.remat,
+        )
+        return self.draft.norm(x, params.norm), slots.rows_of(states, batch.tokens[:, 1:])
+
+
+def sample_continuations(
+    params: DecoderParams,
+    config: DecoderConfig,
+    prompts: Array,
+    length: int,
+    key: Array,
+    temperature: float,
+    vocab_size: int,
+) -> Array:
+    """Continue int32 prompts [B, P] to [B, length] with samples of the model; no gradient flows.
+
+    Samples are among the first ``vocab_size`` tokens; the rest pads the vocabulary.
+    """
+    batch, prompt_length = prompts.shape
+    params = jax.lax.stop_gradient(params)
+    every = lambda size: jnp.broadcast_to(jnp.arange(size), (batch, size))
+
+    def feed(cache: kv_cache.KVCache, tokens: Array) -> tuple[kv_cache.KVCache, Array]:
+        size = tokens.shape[1]
+        tree = trees.from_parents(trees.chain(size - 1), size - 1)
+        out = decoder.forward(params, config, tokens, tree, cache)
+        count = jnp.full((batch,), size, jnp.int32)
+        return kv_cache.append(cache, out.tree_kv, every(size), count), out.logits[:, -1]
+
+    def step(carry, key):
+        cache, logits = carry
+        drawn = jax.random.categorical(key, logits[:, :vocab_size] / temperature)
+        token = drawn.astype(jnp.int32)
+        return feed(cache, token[:, None]), token
+
+    start = feed(decoder.init_cache(config, batch, length), prompts)
+    _, written = jax.lax.scan(step, start, jax.random.split(key, length - prompt_length))
+    return jnp.concatenate([prompts, written.T], 1)
+
 
 _TRAINER = dataclasses.replace(
     method.HEADS,

@@ -1,6 +1,7 @@
 """The method ``eagle``: EAGLE-1, HASS, EAGLE-3 and P-EAGLE heads."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +17,19 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached
 from training.data.settings import Data
-from training.errors import bad_option, check_least
+from training.errors import bad_option, check_each, check_least
 from training.export import EagleFormat
 from training.task import Frozen
 from training.tasks import method
-from training.tasks.eagle_task import PUBLISHED, VARIANTS, EagleTask, Recipe, target_states
-from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.tasks.eagle_task import (
+    PARALLEL,
+    PUBLISHED,
+    VARIANTS,
+    EagleTask,
+    ParallelEagleTask,
+    Recipe,
+    target_states,
+)
 
 _NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
 
@@ -70,9 +78,7 @@ class Settings(method.DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.feature_cache_gigabytes > 0:
-            remedy = "it must be above 0"
-            raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
+        check_each(self, ["feature_cache_gigabytes"], lambda x: x > 0, "it must be above 0")
         self.parallel.check(self.depth)
         if self.parallel.parallel:
             self._check_parallel()
@@ -188,12 +194,11 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
             mask = method.mask_token(parallel.mask_token, data, sizes.vocab_size)
         config = head_config(settings.head, settings.variant, sizes, mask)
         vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
-    compute, remat = settings.trainer.compute, settings.trainer.remat
-    task = EagleTask(config, sizes, settings.recipe, compute, settings.head.start, remat)
-    drafter, slots = Eagle, {}
+    begin = {"start": settings.head.start}
+    task, drafter, slots = functools.partial(EagleTask, **begin), Eagle, {}
     if parallel.parallel:
+        task = functools.partial(ParallelEagleTask, **begin, slots=parallel.slots)
         drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
-        task = ParallelEagleTask(**vars(task), slots=parallel.slots)
     head = method.head_build(
         settings,
         target,
@@ -201,13 +206,12 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         start,
         task,
         drafter,
-        identity={"variant": settings.variant, "start": settings.head.start} | slots,
+        identity={"variant": settings.variant} | begin | slots,
         vocabulary=vocabulary,
         format=settings.format,
-        finished=lambda params: params.replace(draft_to_target=vocabulary),
     )
     if settings.feature_cache:
-        head = dataclasses.replace(head, data=_with_features(settings, task, target, data))
+        head = dataclasses.replace(head, data=_with_features(settings, head.task, target, data))
     return head
 
 

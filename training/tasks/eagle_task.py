@@ -25,10 +25,12 @@ from jspec.models.layers import rms_norm
 from training.batches import Batch
 from training.data.features import TaughtBatch
 from training.errors import bad_option, check_choice, check_least
-from training.forward import draft_output, head_of, packed_states
+from training.forward import draft_output, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import LOSSES, LossName
+from training.losses.guesses import Rows, judge
+from training.slots import SlotRecipe, attend_to, choose
 from training.task import Frozen, Metrics
 from training.tasks.method import float32
 
@@ -78,6 +80,8 @@ PUBLISHED = {
     "eagle3": Recipe(unroll=7, step_decay=0.8),
 }
 
+PARALLEL = Recipe(unroll=1, loss="kl")  # as published; one pass has no steps
+
 
 @dataclasses.dataclass(frozen=True)
 class EagleTask:
@@ -110,28 +114,116 @@ class EagleTask:
     ) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
         features, normed = states_of(self, frozen, batch)
-        recipe = self.recipe
+        features, recipe = tuple(x[:, :-1] for x in features), self.recipe
+        if key is not None and recipe.noise:
+            width = recipe.noise * 512 / features[0].shape[1]
+            features = tuple(
+                x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
+                for x, k in zip(features, jax.random.split(key, len(features)), strict=True)
+            )
+        fused = eagle.fuse(params, self.head, features, linear=LINEARS[self.compute])
+        table = frozen.target.embedding if params.embedding is None else params.embedding
 
-        def values(log_p: Array, log_q: Array, x: Array, normed: Array) -> Array:
+        def values(log_p: Array, log_q: Array, x: Array, normed: Array, _) -> dict[str, Array]:
             value = distance(recipe, log_p, log_q)
             if recipe.feature_weight:
                 value += recipe.feature_weight * optax.huber_loss(x, normed[:, :, None]).mean(-1)
-            return value
+            return {"loss": value}
 
-        outputs = unrolled.align(_unroll(self, params, frozen, batch, features, key))
-        means = unrolled.distil(
-            normed_output(self.head, params, outputs),
+        guesses, rows = self._guesses(params, batch, fused, table, normed, key)
+        means = judge(
+            normed_output(self.head, params, guesses),
+            rows,
             () if params.head is None else (params.head,),
-            loss=recipe.loss,
-            decay=recipe.step_decay,
+            frozen=frozen,
             linear=LINEARS[self.compute],
-            target_output=head_of(frozen.target),
-            normed=normed,
-            batch=batch,
-            vocabulary=frozen.draft_to_target,
+            loss=recipe.loss,
             values=values,
         )
         return means["loss"], means
+
+    def _guesses(
+        self,
+        params: EagleParams,
+        batch: Batch,
+        fused: Array,
+        table: Array,
+        normed: Array,
+        key: Array | None,
+    ) -> tuple[Array, Rows]:
+        """Return the head's outputs [B, R, S, D], and the target's R rows beside them.
+
+        ``fused`` are the head's inputs [B, T, D], ``table`` its embeddings [V, D], and ``normed``
+        the target's last hidden states [B, T + 1, D].
+        """
+        config, recipe, linear = self.head, self.recipe, LINEARS[self.compute]
+        outputs = unrolled.unroll(
+            lambda _, params, *step: eagle.blocks(params, config, *step, linear=linear),
+            params,
+            table[batch.tokens].astype(fused.dtype),
+            fused,
+            batch,
+            steps=recipe.unroll,
+            layers=len(params.layers),
+            windows=config.network.windows,
+            through_steps=recipe.through_steps,
+            remat=self.remat,
+        )
+        rows = unrolled.rows_of(normed, batch, recipe.unroll, recipe.step_decay)
+        return unrolled.align(outputs), rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelEagleTask(EagleTask):
+    """An EAGLE-3 head that learns to guess K tokens in one pass: P-EAGLE (arXiv 2602.01469).
+
+    Guess (a, k) is made at the row of the target's feature f_a and token t_{a+1} for k = 0, else at
+    a row of the mask token and the learned mask feature. It stands at position a + k and predicts
+    t_{a+k+2}, the token whose distribution the target computed at position a + k + 1.
+    """
+
+    # number of tokens guessed in one pass, and which guesses are trained. The recipe's
+    # ``step_decay`` is the weight of a depth relative to the one before.
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.head.mask_token_id is None:
+            raise ValueError("the head has no mask token (EagleConfig.mask_token_id); name one.")
+        if self.recipe.unroll != 1:
+            remedy = "one pass has no steps on its own outputs; take --depths"
+            raise bad_option("unroll", self.recipe.unroll, remedy)
+        self.slots.check_windows(self.head.network.windows)
+
+    def _guesses(
+        self,
+        params: EagleParams,
+        batch: Batch,
+        fused: Array,
+        table: Array,
+        normed: Array,
+        key: Array | None,
+    ) -> tuple[Array, Rows]:
+        config, linear = self.head, LINEARS[self.compute]
+        size, length = batch.tokens[:, 1:].shape
+        weights = unrolled.guessed_weights(batch)
+        slots = choose(self.slots, batch.segments, weights, length, 1, key)
+        slots = slots._replace(weights=slots.weights * self.recipe.step_decay**slots.depths)
+        count = slots.depths.size
+        mask = eagle.mask_feature(params, config, linear=linear)
+        masks = jnp.broadcast_to(mask, (size, count - length, config.hidden_size))
+        tokens = jnp.pad(
+            batch.tokens[:, 1:], ((0, 0), (0, count - length)), constant_values=config.mask_token_id
+        )
+        attend = attend_to(slots, batch.segments[:, :length], config.network.windows)
+        positions = slots.of_anchors(batch.positions) + slots.depths
+        run = lambda params, embedded, features: eagle.blocks(
+            params, config, embedded, features, positions, attend, linear=linear
+        )
+        run = jax.checkpoint(run) if self.remat else run
+        x = run(params, table[tokens].astype(fused.dtype), jnp.concatenate([fused, masks], 1))
+        labels = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))  # 0 behind the last
+        return x[:, :, None], slots.rows_of(normed, labels)
 
 
 def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
@@ -174,53 +266,6 @@ def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[
     """
     layers = task.head.capture_layers if task.head.generation == 3 else ()
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
-
-
-def inputs_of(
-    task: EagleTask,
-    params: EagleParams,
-    frozen: Frozen,
-    features: tuple[Array, ...],
-    key: Array | None,
-) -> tuple[Array, Array]:
-    """Return the fused inputs [B, T, D], with the recipe's noise if there is a key, and embeddings.
-
-    ``features`` are the target's, [B, T + 1, D] each; the embeddings are [V, D].
-    """
-    features = tuple(x[:, :-1] for x in features)
-    if key is not None and task.recipe.noise:
-        width = task.recipe.noise * 512 / features[0].shape[1]
-        features = tuple(
-            x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
-            for x, k in zip(features, jax.random.split(key, len(features)), strict=True)
-        )
-    table = frozen.target.embedding if params.embedding is None else params.embedding
-    return eagle.fuse(params, task.head, features, linear=LINEARS[task.compute]), table
-
-
-def _unroll(
-    task: EagleTask,
-    params: EagleParams,
-    frozen: Frozen,
-    batch: Batch,
-    target_features: tuple[Array, ...],
-    key: Array | None,
-) -> list[Array]:
-    """Return the outputs f' [B, T, D] of each step, rows in the order of step 0."""
-    config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
-    features, table = inputs_of(task, params, frozen, target_features, key)
-    return unrolled.unroll(
-        lambda _, params, *step: eagle.blocks(params, config, *step, linear=linear),
-        params,
-        table[batch.tokens].astype(features.dtype),
-        features,
-        batch,
-        steps=recipe.unroll,
-        layers=len(params.layers),
-        windows=config.network.windows,
-        through_steps=recipe.through_steps,
-        remat=task.remat,
-    )
 
 
 def normed_output(config: EagleConfig, params: EagleParams, x: Array) -> Array:

@@ -102,9 +102,7 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
 def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = heads_of(settings, target)
-    compute, remat = settings.trainer.compute, settings.trainer.remat
-    task = StagesTask(config, target.config, settings.recipe, compute, remat)
-    return method.head_build(settings, target, config, start, task, Hydra, name="heads")
+    return method.head_build(settings, target, config, start, StagesTask, Hydra, name="heads")
 
 
 METHOD = method.Method("Train Hydra heads on a frozen target.", Settings, build, defaults)

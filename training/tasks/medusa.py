@@ -6,6 +6,7 @@ leaves the target unchanged. Medusa-2 (``--joint``) trains it too, from heads of
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -30,6 +31,7 @@ from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.chunks import next_token_loss
 from training.losses.distances import GUESS_LOSSES, GuessLoss
+from training.losses.guesses import judge
 from training.task import Frozen, Metrics
 from training.tasks import method
 from training.trainer import TrainerSettings
@@ -93,16 +95,15 @@ class MedusaTask:
         normed = states(frozen.target if params.target is None else params.target)
         original = normed if params.target is None else states(frozen.target)
         rows, heads = normed[:, :-1].astype(jnp.float32), params.heads
-        means = unrolled.distil(
-            unrolled.align([medusa.stream(blocks, rows, linear) for blocks in heads.blocks]),
+        guesses = unrolled.align([medusa.stream(blocks, rows, linear) for blocks in heads.blocks])
+        original, steps = jax.lax.stop_gradient(original), guesses.shape[2]
+        means = judge(
+            guesses,
+            unrolled.rows_of(original, batch, steps, self.recipe.head_decay),
             heads.outputs,
-            loss=self.recipe.medusa_loss,
-            decay=self.recipe.head_decay,
+            frozen=frozen,
             linear=linear,
-            target_output=head_of(frozen.target),
-            normed=jax.lax.stop_gradient(original),
-            batch=batch,
-            vocabulary=frozen.draft_to_target,
+            loss=self.recipe.medusa_loss,
         )
         means["heads_loss"] = heads_loss = means["loss"]
         if params.target is None:
@@ -186,13 +187,12 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         config, start = _fresh_config(settings.head, sizes), None
         vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     finished = lambda params: params.heads.replace(draft_to_target=vocabulary)
-    compute, remat = settings.trainer.compute, settings.trainer.remat
     heads = method.head_build(
         settings,
         target,
         config,
         start,
-        MedusaTask(config, sizes, settings.recipe, joint, compute, remat),
+        functools.partial(MedusaTask, joint=joint),
         Medusa,
         name="heads",
         identity={"joint": joint},

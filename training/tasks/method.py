@@ -16,7 +16,7 @@ from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
-from training.errors import bad_option, check_least, refuse_idle
+from training.errors import bad_option, check_each, check_least, refuse_idle
 from training.export import check, layout_of
 from training.forward import head_of
 from training.provenance import weights_digest
@@ -143,8 +143,7 @@ class ParallelSettings:
 
         ``depth`` tokens are drafted while acceptance is measured.
         """
-        if self.mask_token < -1:
-            raise bad_option("mask_token", self.mask_token, "it must be a token's id")
+        check_each(self, ["mask_token"], lambda x: x >= -1, "it must be a token's id")
         if not self.parallel:
             remedy = "only drafters trained with --parallel have it"
             refuse_idle(self, {"mask_token": -1}, {"mask_token": remedy})
@@ -185,23 +184,28 @@ def head_build(
     target: LoadedModel,
     config: HeadConfig,
     start: Any,
-    task: Task,
+    task: Callable[..., Task],
     drafter: Callable[..., Drafter],
     *,
     name: str = "head",
     identity: Mapping[str, Any] | None = None,
     vocabulary: Array | None = None,
     format: str | None = None,
-    finished: Callable[[Any], Any] = lambda params: params,
+    finished: Callable[[Any], Any] | None = None,
 ) -> Build:
     """Return the ``Build`` of a draft head with ``config``, and initial weights ``start`` or None.
 
-    ``finished`` maps trained weights to those of the head. ``format`` is one of
-    ``training.export``; None for the most widely read one. The identity of the run gets the recipe,
-    and the head under ``name``.
+    ``task`` maps the sizes of head and target, the recipe, ``compute`` and ``remat`` to the task.
+    ``finished`` maps trained weights to those of the head; by default they get the ``vocabulary``.
+    ``format`` is one of ``training.export``; None for the most widely read one. The identity of the
+    run gets the recipe, and the head under ``name``.
     """
-    target_name = settings.target_name or settings.target
+    target_name, trainer = settings.target_name or settings.target, settings.trainer
+    how = {"compute": trainer.compute, "remat": trainer.remat}
+    made = task(config, target.config, settings.recipe, **how)
     check(config, target.config, format, target_name)
+    reduced = {} if vocabulary is None else {"draft_to_target": vocabulary}
+    finished = finished or (lambda params: params.replace(**reduced))
 
     def export(params: Any, directory: Path) -> None:
         head_files.save_head(
@@ -217,7 +221,7 @@ def head_build(
         )
 
     return Build(
-        task=task,
+        task=made,
         frozen=Frozen(target.params, start, vocabulary),
         drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)

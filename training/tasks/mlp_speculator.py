@@ -132,10 +132,8 @@ def head_of(settings: Settings, target: LoadedModel):
 def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = head_of(settings, target)
-    compute, remat = settings.trainer.compute, settings.trainer.remat
-    task = StagesTask(config, target.config, settings.recipe, compute, remat)
     which = {"identity": {"variant": settings.variant}, "format": _LAYOUTS[settings.variant]}
-    return method.head_build(settings, target, config, start, task, MlpSpeculator, **which)
+    return method.head_build(settings, target, config, start, StagesTask, MlpSpeculator, **which)
 
 
 METHOD = method.Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)

@@ -11,6 +11,7 @@ with as many modules as steps, DeepSeek-V3's own training (arXiv 2412.19437, sec
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Literal
 
@@ -30,10 +31,11 @@ from jspec.models.heads.mtp import MtpConfig, MtpParams
 from training.batches import Batch
 from training.data.settings import Data
 from training.errors import bad_option, check_choice, check_least, check_positive
-from training.forward import feature_scale, head_of, packed_states
+from training.forward import feature_scale, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import GUESS_LOSSES, GuessLoss
+from training.losses.guesses import judge
 from training.task import Frozen, Metrics
 from training.tasks import method
 from training.trainer import TrainerSettings
@@ -95,15 +97,35 @@ class MtpTask:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
         _, normed = packed_states(frozen.target, self.target, batch, self.compute)
         normed, recipe = jax.lax.stop_gradient(normed), self.recipe
-        means = unrolled.distil(
-            unrolled.align(_unroll(self, params, frozen, batch, normed)),
+        config, linear = self.modules, LINEARS[self.compute]
+
+        def run(step: int, params: MtpParams, tokens, features, positions, attend) -> Array:
+            module = step % config.n_predict
+            of_module = lambda _, q, k, v: attend(module, q, k, v)
+            rows = tokens, features, positions
+            return mtp.run(params, config, module, *rows, of_module, linear=linear)
+
+        outputs = unrolled.unroll(
+            run,
+            params,
+            ops.look_up(frozen.target.embedding, batch.tokens).astype(jnp.float32),
+            normed[:, :-1].astype(jnp.float32),
+            batch,
+            steps=recipe.unroll,
+            layers=config.n_predict,
+            through_steps=recipe.through_steps,
+            remat=self.remat,
+        )
+        guesses = [
+            mtp.normed(params, config, step % config.n_predict, x) for step, x in enumerate(outputs)
+        ]
+        means = judge(
+            unrolled.align(guesses),
+            unrolled.rows_of(normed, batch, recipe.unroll, recipe.step_decay),
             (),
+            frozen=frozen,
+            linear=linear,
             loss=recipe.mtp_loss,
-            decay=recipe.step_decay,
-            linear=LINEARS[self.compute],
-            target_output=head_of(frozen.target),
-            normed=normed,
-            batch=batch,
         )
         total = sum(recipe.step_decay**step for step in range(recipe.unroll))
         loss = recipe.loss_factor / total * means["loss"]
@@ -125,34 +147,6 @@ def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParam
             for module in params.modules
         )
     )
-
-
-def _unroll(
-    task: MtpTask, params: MtpParams, frozen: Frozen, batch: Batch, normed: Array
-) -> list[Array]:
-    """Return the input of the output matrix [B, T, D] at each step; rows are those of step 0."""
-    config, linear = task.modules, LINEARS[task.compute]
-    embedded = ops.look_up(frozen.target.embedding, batch.tokens).astype(jnp.float32)
-    module_of = lambda step: step % config.n_predict
-
-    def run(step: int, params: MtpParams, tokens, features, positions, attend) -> Array:
-        module = module_of(step)
-        of_module = lambda _, q, k, v: attend(module, q, k, v)
-        rows = tokens, features, positions
-        return mtp.run(params, config, module, *rows, of_module, linear=linear)
-
-    outputs = unrolled.unroll(
-        run,
-        params,
-        embedded,
-        normed[:, :-1].astype(jnp.float32),
-        batch,
-        steps=task.recipe.unroll,
-        layers=config.n_predict,
-        through_steps=task.recipe.through_steps,
-        remat=task.remat,
-    )
-    return [mtp.normed(params, config, module_of(step), x) for step, x in enumerate(outputs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +205,7 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
         remedy = f"there are {config.n_predict} modules, one a step; take at least as many steps"
         raise bad_option("unroll", settings.recipe.unroll, remedy)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
-    compute, remat = settings.trainer.compute, settings.trainer.remat
-    task = MtpTask(config, target.config, settings.recipe, compute, fresh, remat)
+    task = functools.partial(MtpTask, fresh=fresh)
     which = {"name": "modules", "identity": {"fresh": fresh}}
     modules = method.head_build(settings, target, config, start, task, Mtp, **which)
     if not settings.stitch:

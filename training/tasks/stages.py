@@ -27,6 +27,7 @@ from training.forward import feature_scale, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import GUESS_LOSSES, GuessLoss
+from training.losses.guesses import judge
 from training.task import Frozen, Metrics
 from training.tasks.method import float32
 
@@ -91,17 +92,14 @@ class StagesTask:
             frozen.target, self.target, batch, self.compute, capture_layers=self.head.capture_layers
         )
         hidden, normed = jax.lax.stop_gradient((hidden[:, :-1].astype(jnp.float32), normed))
-        outputs, biases = self._network.outputs(params)
-        means = unrolled.distil(
-            unrolled.align(self._unroll(params, frozen, batch, hidden)),
-            outputs,
-            biases,
-            loss=self.recipe.loss,
-            decay=self.recipe.stage_decay,
+        guesses = unrolled.align(self._unroll(params, frozen, batch, hidden))
+        means = judge(
+            guesses,
+            unrolled.rows_of(normed, batch, guesses.shape[2], self.recipe.stage_decay),
+            *self._network.outputs(params),
+            frozen=frozen,
             linear=LINEARS[self.compute],
-            target_output=head_of(frozen.target),
-            normed=normed,
-            batch=batch,
+            loss=self.recipe.loss,
         )
         return means["loss"], means
 

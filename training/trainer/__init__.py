@@ -4,9 +4,9 @@
 arrays on devices, ``checkpointing`` saves.
 """
 
+from training.progress import run_progress as progress
 from training.trainer.loop import Result, train
 from training.trainer.mesh import first_process_first, gather, start_processes
-from training.trainer.progress import progress
 from training.trainer.settings import TrainerSettings
 
 __all__ = [

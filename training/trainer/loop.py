@@ -12,13 +12,13 @@ import jax
 from training.batches import Batch
 from training.errors import TrainingError
 from training.locks import alone
+from training.progress import Bar
 from training.provenance import write_provenance
 from training.task import Task
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import draw_curves
 from training.trainer.programs import make_programs
-from training.trainer.progress import Bar
 from training.trainer.run import Run
 from training.trainer.settings import TrainerSettings
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jspec.util import atomic_files
 from training.task import Ratio
 
 _NOT_DRAWN = ("step", "seconds", "tokens_per_second", "objective", "learning_rate", "grad_norm")
@@ -76,9 +77,8 @@ class Log:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
         lines = [line for line in read_log(path) if line["step"] <= step]
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        fresh.replace(path)
+        whole = "".join(json.dumps(line) + "\n" for line in lines)
+        atomic_files.write(path, whole.encode())
         self._file = path.open("a")
         folder = str(directory / "tensorboard")
         self._board = SummaryWriter(folder, purge_step=step + 1, flush_secs=30)

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from training.batches import Batch
 from training.errors import TrainingError, bad_option
+from training.progress import Bar
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Log, Means
 from training.trainer.programs import Programs, TrainState
-from training.trainer.progress import Bar
 from training.trainer.settings import TrainerSettings
 
 CONTINUE, SAVE, STOP = range(3)  # wish of a process; the strongest of all wishes is followed

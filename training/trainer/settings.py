@@ -1,10 +1,9 @@
 """Options of the trainer, and which of them a resumed run may change."""
 
 import dataclasses
-import math
 from typing import Any, Literal
 
-from training.errors import bad_option, check_least, check_positive
+from training.errors import bad_option, check_each, check_least, check_positive
 
 # A resumed run may change these; all others identify it.
 _FREE = {
@@ -57,14 +56,10 @@ class TrainerSettings:
         check_least(self, 0, "warmup", "decay", "data_parallel", "save_every", "seed")
         check_least(self, 0, "weight_decay")
         check_positive(self, "learning_rate")
-        for name in ("clip_at", "save_minutes"):
-            if not 0 < vars(self)[name] <= math.inf:
-                raise bad_option(name, vars(self)[name], "it must be above 0")
-        if not 0 <= self.learning_rate_floor <= 1:
-            raise bad_option("learning_rate_floor", self.learning_rate_floor, "take 0 to 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= vars(self)[name] < 1:
-                raise bad_option(name, vars(self)[name], "it must be at least 0 and below 1")
+        check_each(self, ["clip_at", "save_minutes"], lambda x: x > 0, "it must be above 0")
+        check_each(self, ["learning_rate_floor"], lambda x: 0 <= x <= 1, "take 0 to 1")
+        remedy = "it must be at least 0 and below 1"
+        check_each(self, ["beta1", "beta2"], lambda x: 0 <= x < 1, remedy)
         if self.batch % self.accumulate:
             raise bad_option("accumulate", self.accumulate, f"it must divide --batch {self.batch}")
         if self.warmup + (self.decay if self.schedule == "wsd" else 0) > self.steps:
