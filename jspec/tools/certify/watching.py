@@ -16,7 +16,7 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, MultiMode, Params, Request, Shared, Tree
+from jspec.core.types import Array, Draft, Drafter, MultiMode, Params, Request, Shared, Tree
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
@@ -49,11 +49,42 @@ class Observation:
     misses: Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """A drafter in place of ``inner`` that keeps the round's draft in its memory."""
+
+    inner: Drafter
+    noise: str = "own"  # the plan has set the noise of ``inner`` already
+
+    max_depth = property(lambda self: self.inner.max_depth)
+    tree_size = property(lambda self: self.inner.tree_size)
+    capture_layers = property(lambda self: self.inner.capture_layers)
+    proposal = property(lambda self: self.inner.proposal)
+    init = property(lambda self: self.inner.init)
+    prefill = property(lambda self: self.inner.prefill)
+
+    def propose(self, params, request, shared, memory, history):
+        """Propose the inner drafter's draft, and keep it."""
+        draft, memory = self.inner.propose(params, request, shared, memory, history)
+        return draft, (memory, draft)
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Update the inner drafter."""
+        inner, last_draft = memory
+        inner, shared = self.inner.update(
+            params, request, shared, inner, history, draft, verdict, out
+        )
+        return (inner, last_draft), shared
+
+
 def observed(plan: Plan) -> Plan:
     """Return the plan whose steps ``watch`` can look into; with several modes, that of the last."""
     if isinstance(plan.drafter, MultiMode):
         plan = plan.in_mode(plan.drafter.modes[-1])
-    return dataclasses.replace(plan, node_buckets=(plan.drafter.tree_size,), record_rounds=0)
+    size = plan.drafter.tree_size
+    return dataclasses.replace(
+        plan, drafter=Observer(plan.drafter), node_buckets=(size,), record_rounds=0
+    )
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -65,9 +96,8 @@ def watch(
     ``share`` [B, N] is the random share of the drawn tokens' own mass, independent of the loop.
     """
     history, root = state.history, state.history.length - 1
-    before = params, request, shared, state.memory, history
     shared, state = step(plan, params, request, shared, state)
-    draft, _ = plan.drafter.propose(*before)  # as in the step, before the loop's corrections
+    memory, draft = state.memory
     count = plan.drafter.tree_size
     uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
     residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
@@ -80,7 +110,7 @@ def watch(
     )
     broken = jnp.concatenate([structure, broken], 1)
     seen = Observation(broken, draft.valid, quantiles, uniforms, probability, misses)
-    return shared, state, seen
+    return shared, state.replace(memory=memory), seen
 
 
 def _structure(plan: Plan, root_token: Array, draft: Draft, tree: Tree) -> Array:
