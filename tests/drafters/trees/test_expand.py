@@ -121,7 +121,8 @@ def test_a_dynamic_tree_is_what_the_slow_expansion_and_reranking_give(size, dept
 def test_ties_in_confidence_keep_the_nodes_that_were_expanded_first():
     flat = constant(jnp.zeros((1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, (), False)
+    grown = lambda logits: expand.dynamic(drawing, Dynamic(8, 3, 3), logits, flat, (), False)
+    draft = jax.jit(grown)(jnp.zeros((1, 1, V)))
     assert draft.parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 1, 2]
     assert draft.tokens[0].tolist() == [3, 0, 1, 2, 0, 1, 2, 0]
 
@@ -130,9 +131,8 @@ def test_tokens_of_probability_0_are_no_nodes_of_a_dynamic_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     head = constant(jnp.broadcast_to(two, (1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(
-        drawing, Dynamic(12, 2, 3), jnp.broadcast_to(two, (1, 1, V)), head, (), False
-    )
+    grown = lambda logits: expand.dynamic(drawing, Dynamic(12, 2, 3), logits, head, (), False)
+    draft = jax.device_get(jax.jit(grown)(jnp.broadcast_to(two, (1, 1, V))))
     assert draft.valid[0].sum() == 1 + 2 + 4
     assert draft.valid[0][draft.parents[0, 1:]].all()
     assert (draft.tokens[0][~draft.valid[0]] == 0).all()

@@ -1,5 +1,6 @@
 """Combined drafts, against sets of paths in plain Python."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_graft_holds_the_paths_of_both_once_those_of_the_stock_first():
         ]
         stock = stacked([stock for (stock, _), _ in pairs])
         scion = stacked([scion for _, (scion, _) in pairs])
-        whole = merge.graft(stock, scion)
+        whole = jax.jit(merge.graft)(stock, scion)
         assert whole.tokens.shape[1] == sum(sizes) - 1
         assert whole.max_depth == 4 and whole.logits is None and whole.sampled is None
         for row, ((_, stock_paths), (_, added)) in enumerate(pairs):
