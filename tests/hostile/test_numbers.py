@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -172,6 +173,7 @@ def test_an_infinite_logit_of_a_logits_processor_forces_its_token():
         assert answer.tokens.tolist() == [1] * 6
 
 
+processed = jax.jit(sampling.process_logits)
 NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0])
 
 
@@ -191,7 +193,7 @@ def test_a_token_drawn_from_any_logits_has_positive_probability(logits, heat, k,
         names=tuple(sampling.FILTERS) if heat else (),
     )
     logits = jnp.array([logits], jnp.float32)
-    distribution = sampling.process_logits(logits, settings)
+    distribution = processed(logits, settings)
     assert settings.greedy or not (jnp.isnan(distribution) | jnp.isposinf(distribution)).any()
     usable = ~(jnp.isnan(logits) | jnp.isneginf(logits))
     if not usable.any():

@@ -180,7 +180,7 @@ def test_the_recorded_distribution_is_the_processed_one_after_each_nodes_path(me
         row_paths = [paths(draft, row) for row in range(B)]
         inner = [node for node in range(tree.size) if tree.widths[node]]
         raw = [[TABLE[state_of(row, row_paths[row][node])] for node in inner] for row in range(B)]
-        distribution = sampling.process_logits(jnp.array(raw), asked.sampling)
+        distribution = jax.jit(sampling.process_logits)(jnp.array(raw), asked.sampling)
         np.testing.assert_allclose(draft.logits[:, inner], distribution, rtol=1e-6)
 
 
@@ -280,5 +280,5 @@ def test_the_first_children_drawn_with_the_targets_noise_are_the_targets_draws()
     above = [BUSH.parents[node] for node in first]
     raw = [[TABLE[state_of(row, row_paths[row][node])] for node in above] for row in range(B)]
     positions = jnp.tile(4 + jnp.array(BUSH.depth)[jnp.array(above)], (B, 1))
-    draws = sampling.draw_target(jnp.array(raw), asked.sampling, asked.keys, positions)
+    draws = jax.jit(sampling.draw_target)(jnp.array(raw), asked.sampling, asked.keys, positions)
     assert (draft.tokens[:, first] == draws).all()
