@@ -143,7 +143,10 @@ def attention(
     if kernel is not reference or cache_k is None:
         return run(*arrays)
     rows, slots = q.shape[0] * q.shape[1] * q.shape[2], cache_k.shape[2]
-    on_accelerator = functools.partial(run, block=reference.accelerator_block(slots, rows))
+    block = reference.accelerator_block(slots, rows)
+    if block >= slots and reference.cpu_block(slots) >= slots:
+        return run(*arrays)  # one program for every device: half as much to trace
+    on_accelerator = functools.partial(run, block=block)
     return lax.platform_dependent(*arrays, cpu=run, default=on_accelerator)
 
 

@@ -34,6 +34,7 @@ from jspec.core.types import Array, Draft, Params, Sampling, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
 from jspec.drafters.trees.drawing import Drawing
 from jspec.engine.batch import Answer, advance, read, start
+from jspec.engine.plan import Plan
 
 # ---------------------------------------------------------------------------------------- targets
 
@@ -343,6 +344,11 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
         {name: fill(value, sampling.FILTERS[name].dtype) for name, value in values.items()},
         names=tuple(name for name in sampling.FILTERS if used[name]),
     )
+
+
+def whole(target, drafter, rule="rejection", **settings) -> Plan:
+    """Return a plan that always verifies entire drafts, so that it has one pass to compile."""
+    return Plan(target, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
 
 
 def run_rows(plan, params: Params, rows, rounds=None) -> list[Answer]:

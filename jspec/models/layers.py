@@ -60,4 +60,6 @@ def product(equation: str, x: Array, weights: Array) -> Array:
         return narrow(x.astype(dtype), weights.astype(dtype))
 
     # XLA's CPU backend has no batched bfloat16 product that accumulates in float32.
+    if weights.dtype == dtype:
+        return narrow(x, weights)
     return jax.lax.platform_dependent(x, weights, cpu=wide, default=narrow)

@@ -23,6 +23,8 @@ MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
 
 
+# Traced once for all layers of a network, and inlined into their program.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block"))
 def tree_attention(
     q: Array,
     tree_k: Array,

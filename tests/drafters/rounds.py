@@ -12,6 +12,7 @@ from jspec.engine import batch as host
 from jspec.engine.plan import Plan
 from tests import tiny
 from tests.drafters import heads
+from tests.fakes import whole
 
 ROWS = [
     host.SequenceParams(prompt, max_tokens=(16, 64)[index], stream=index)
@@ -21,7 +22,7 @@ ROWS = [
 
 def plan_of(drafter, rule="coupled", **settings):
     """Return a plan for the tiny target that always verifies entire drafts."""
-    return Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
+    return whole(tiny.TARGET, drafter, rule, **settings)
 
 
 @functools.cache

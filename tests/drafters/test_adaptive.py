@@ -1,6 +1,7 @@
 """Adaptive draft length: the length of each round, the texts, and the caches."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -24,16 +25,25 @@ from tests.fakes import (
     OracleDrafter,
     PrefixTarget,
     ScriptedDrafter,
+    TableDrafter,
     ToyTarget,
     run_rows,
     script,
     table,
+    whole,
 )
 
 V = 8
 TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
 ROWS = [host.SequenceParams((1 + i,) * 3, max_tokens=(48, 12)[i], stream=i) for i in range(2)]
 PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
+
+
+@pytest.fixture
+def quick_costs(monkeypatch):
+    """Measure costs coarsely: these tests need some, not good ones."""
+    monkeypatch.setattr(engine_costs, "_SECONDS", 0.5)
+    monkeypatch.setattr(engine_costs, "_LAUNCH_SECONDS", 0.03)
 
 
 def rounds(drafter, rows=ROWS, shared=None, kind=0, plain=PLAIN):
@@ -64,7 +74,7 @@ def test_a_table_of_batch_sizes_counts_the_rows_that_still_run():
 
 
 def test_drafts_have_the_longest_length_until_costs_are_measured():
-    drafter = Adaptive(OracleDrafter(4, V), (0, 2, 4))
+    drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
     assert set(rounds(drafter)[1][:-1]) == {4}
 
 
@@ -89,12 +99,18 @@ def test_a_length_is_kept_until_another_looks_better_by_more_than_a_little():
         assert drafted[0] == 2 and set(drafted[:-1]) == lengths, better
 
 
-def test_a_paused_row_is_retried_at_intervals_that_double():
+@functools.cache
+def long_text():
+    """Return a row, and its text by plain decoding."""
     rows = [dataclasses.replace(ROWS[0], max_tokens=440)]
-    plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
+    return rows, run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
+
+
+def test_a_paused_row_is_retried_at_intervals_that_double():
+    rows, plain = long_text()
     drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
     plan = Plan(TARGET, drafter, record_rounds=512)
-    params = Params(WEIGHTS, script(rows, plain, 1, length=1024))
+    params = Params(WEIGHTS, script(rows, plain, 1, length=512))
     batch = host.start(plan, params, rows).replace(shared=costs(drafter, 1.0, 1.3, 1.4))
     (answer,) = host.read(host.advance(plan, params, batch))
     lengths = (answer.trace[1][:, 1:] >= 0).sum(1)
@@ -119,10 +135,9 @@ def test_a_prompt_that_ends_like_a_text_is_drafted_for_like_any_other():
 
 
 def test_a_text_that_becomes_easy_is_drafted_for_within_a_few_rounds():
-    rows = [dataclasses.replace(ROWS[0], max_tokens=200)]
-    plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
+    rows, plain = long_text()
     drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
-    plan = Plan(TARGET, drafter, record_rounds=256)
+    plan = Plan(TARGET, drafter, record_rounds=512)
     known = script(rows, plain, 0, length=512)
     wrong = script(rows, plain, 1, length=512)
     batch = host.start(plan, Params(WEIGHTS, wrong), rows)
@@ -170,7 +185,7 @@ def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     params = Params(tiny.params().target, weights())
     rows = [dataclasses.replace(row, max_tokens=20 - 5 * i) for i, row in enumerate(LINES)]
     plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
-    plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=64)
+    plan = Plan(tiny.TARGET, drafter, "coupled")
     answers = host.generate_sequences(plan, params, rows)
     for answer, expected in zip(answers, plain, strict=True):
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
@@ -221,8 +236,7 @@ def test_a_paused_drafter_catches_up_before_it_drafts(name):
     inner, weights = DRAFTERS[name]
     params = Params(tiny.params().target, weights())
     rests, drafts = (
-        Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((1, 1, length),)), record_rounds=64)
-        for length in (0, 4)
+        Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((1, 1, length),))) for length in (0, 4)
     )
     # 32 tokens are prefilled together, and the 9 after them before there is a draft.
     row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=45)
@@ -304,7 +318,7 @@ def test_each_length_has_a_loop_of_its_own_and_no_branch_returns_a_cache(name):
 @pytest.mark.parametrize("name", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
 def test_no_loop_copies_a_cache(name):
     inner, weights = DRAFTERS[name]
-    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 1, 4)))
+    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 4)))
     params = Params(tiny.params().target, weights())
     batch = host.start(plan, params, LINES)
     arguments = (plan, params, batch.request, loop.init_shared(plan), batch.state, np.int32(9))
@@ -316,19 +330,21 @@ def test_no_loop_copies_a_cache(name):
 
 
 def test_one_step_is_one_round_of_any_length():
-    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 1, 4), ((1, 2, 1), (3, 3, 0))))
-    rows = [dataclasses.replace(row, max_tokens=16 - 4 * i) for i, row in enumerate(LINES)]
-    begun = host.start(plan, tiny.params(), rows)
-    step = jax.jit(
-        lambda shared, state: loop.step(plan, tiny.params(), begun.request, shared, state)
-    )
+    plan = Plan(TARGET, Adaptive(NGram(4, 1, 3), (0, 1, 4), ((1, 2, 1), (3, 3, 0))))
+    rows = [
+        host.SequenceParams((1 + i,) * 3, max_tokens=28 - 7 * i, temperature=t, stream=i)
+        for i, t in enumerate((0, 0.8, 0, 1))
+    ]
+    params = Params(WEIGHTS)
+    begun = host.start(plan, params, rows)
+    step = jax.jit(lambda shared, state: loop.step(plan, params, begun.request, shared, state))
     shared, state = loop.init_shared(plan), begun.state
     for count in range(1, 40):
         if state.done.all():
             break
         shared, state = step(shared, state)
         assert state.round == count
-    whole = host.advance(plan, tiny.params(), begun.replace(shared=loop.init_shared(plan))).state
+    whole = host.advance(plan, params, begun.replace(shared=loop.init_shared(plan))).state
     assert whole.done.all()
     for one, other in zip(
         jax.tree.leaves((state.history, state.stats, state.round)),
@@ -345,10 +361,10 @@ def test_a_rule_for_drawn_chains_is_not_used_where_nothing_is_drafted():
         return rejection.rejection(processed, draft, tree, uniforms, proposal)
 
     rule = verify.Rule("mine", walk, "round", frozenset({"chain"}))
-    row = dataclasses.replace(LINES[1], temperature=0.8)
-    plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
-    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 4), ((1, 1, 0),)), rule)
-    (answer,) = host.generate_sequences(plan, tiny.params(), [row])
+    row, params = dataclasses.replace(ROWS[0], temperature=0.8), Params(WEIGHTS, table(1, V, V))
+    plain = host.generate_sequences(Plan(TARGET, tiny.NONE), params, [row])
+    plan = Plan(TARGET, Adaptive(TableDrafter(4), (0, 4), ((1, 1, 0),)), rule)
+    (answer,) = host.generate_sequences(plan, params, [row])
     np.testing.assert_array_equal(answer.tokens, plain[0].tokens)
     assert answer.drafted == 0
     assert plan.in_mode(plan.drafter.modes[1]).effective_rule.name == "mine"
@@ -370,6 +386,7 @@ def test_a_network_that_drafts_needs_no_program_for_no_draft(inner, ladders):
     assert [plan.in_mode(mode).node_buckets for mode in plan.drafter.modes] == ladders
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_costs_are_measured_in_the_program_that_decodes():
     drafter = Adaptive(tiny.DRAFT, (0, 4))
     plan = Plan(tiny.TARGET, drafter)
@@ -410,7 +427,7 @@ def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
 
 
 def test_a_batch_moved_to_another_device_continues_like_one_started_there():
-    plan = Plan(tiny.TARGET, tiny.DRAFT)
+    plan = whole(tiny.TARGET, tiny.DRAFT)
     batch = host.start(plan, tiny.params(), [host.SequenceParams((5, 6, 7), max_tokens=80)])
     other = host.start(plan, tiny.params(), [host.SequenceParams((9, 8) * 15, max_tokens=53)])
     there = host.with_prompts(
@@ -448,13 +465,14 @@ def test_a_lookup_is_timed_as_if_it_always_matched():
     assert timed[:-1].count(4) > len(timed) / 2 and 0 not in timed[:-1]
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_batches_of_another_shape_have_costs_of_their_own():
     drafter = Adaptive(tiny.NGRAM, (0, 4))
-    plan, table = Plan(tiny.TARGET, drafter), engine_costs.CostTable()
+    plan, table = Plan(TARGET, drafter), engine_costs.CostTable()
     seconds = []
-    for rows in (LINES[:1], LINES, LINES[:1]):
-        batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
-        seconds.append(table.price(plan, tiny.params(), batch).seconds)
+    for rows in (ROWS[:1], ROWS, ROWS[:1]):
+        batch = host.start(plan, Params(WEIGHTS), rows).replace(shared=loop.init_shared(plan))
+        seconds.append(table.price(plan, Params(WEIGHTS), batch).seconds)
     np.testing.assert_array_equal(seconds[0], seconds[2])
     assert (seconds[0] != seconds[1]).any() and (np.array(seconds) > 0).all()
     fixed = Plan(tiny.TARGET, Adaptive(tiny.NGRAM, (0, 4), ((1, 8, 0),)))

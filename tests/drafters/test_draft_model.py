@@ -13,7 +13,6 @@ from jspec.core.types import History, Params, Request
 from jspec.drafters import DraftModel
 from jspec.drafters.draft_model.language_model import translating
 from jspec.engine import batch as host
-from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.tools.certify.conditionals import context_dependent
 from jspec.tools.certify.drawing import DEPTH, Case
@@ -101,7 +100,7 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, **narrow), 4)
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params())
     short = [dataclasses.replace(row, max_tokens=6) for row in ROWS[1:2]]
-    plan = Plan(target, drafter, node_buckets=(5,))
+    plan = fakes.whole(target, drafter)
     batch = host.advance(plan, weights, host.start(plan, weights, short))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
     assert [len(answer.tokens) for answer in host.read(batch)] == [6]
@@ -198,7 +197,7 @@ def test_drafts_with_the_targets_noise_use_that_of_their_target_ids():
 def test_sampleddrafted_in_another_vocabulary_have_the_targets_distribution(rule):
     target = fakes.table(0, 4, 4)
     drafter = DraftModel(FOREIGN, 2, use_heterogeneous_vocab=True)
-    plan = Plan(fakes.ToyTarget(4), drafter, rule)
+    plan = fakes.whole(fakes.ToyTarget(4), drafter, rule)
     sampled, _ = statistics.texts(plan, Params(target, foreign()), fakes.settings(20_000), 4)
     distribution = statistics.joint_distribution(
         scipy.special.softmax(np.asarray(target, np.float64), -1), 4

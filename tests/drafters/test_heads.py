@@ -18,6 +18,7 @@ from jspec.models import decoder
 from tests import shipped, tiny
 from tests.drafters import heads, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
+from tests.fakes import whole
 
 # Method, tree, and N where the tree does not say it.
 CASES = {
@@ -166,7 +167,7 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     config = dataclasses.replace(config, network=dataclasses.replace(config.network, **narrow))
     for tree in ("chain", "eagle2"):
         drafter = Eagle(config, target, 2, tree=tree, tree_size=3 if tree == "chain" else 5)
-        plan = Plan(target, drafter)
+        plan = whole(target, drafter)
         weights = jax.tree.map(
             lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x,
             params_of("eagle3", "random"),

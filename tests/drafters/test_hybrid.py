@@ -24,6 +24,7 @@ from tests.fakes import (
     run_rows,
     script,
     table,
+    whole,
 )
 from tests.verify import test_joint_distribution as joint_distribution
 
@@ -38,7 +39,7 @@ NARROW = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(19,))
 
 def run(parts, combine, rounds=0):
     drafter = Hybrid(parts, combine)
-    plan = Plan(TARGET, drafter, node_buckets=(drafter.tree_size,), record_rounds=rounds)
+    plan = whole(TARGET, drafter, record_rounds=rounds)
     return run_rows(plan, Params(WEIGHTS, (SCRIPT, SCRIPT)), ROWS)
 
 
@@ -91,7 +92,7 @@ def test_a_draft_model_that_paused_catches_up_and_drafts_as_well_as_before():
     known = script(rows, text, length=128)
     params = params._replace(drafter=(known, tiny.params().target))
     for combine, lookup in (("merge", OracleDrafter(7, tiny.VOCAB)), ("choose", wrong)):
-        plan = Plan(tiny.TARGET, Hybrid((lookup, drafting_target), combine), record_rounds=64)
+        plan = plan_of(Hybrid((lookup, drafting_target), combine), "rejection", record_rounds=64)
         (answer,) = run_rows(plan, params, rows)
         np.testing.assert_array_equal(answer.tokens, text[0].tokens)
         accepted = answer.trace[0][:-1]

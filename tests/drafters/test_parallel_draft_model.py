@@ -88,7 +88,7 @@ def plain():
 def greedy(network, tree):
     """Return greedy answers with all drafts."""
     drafter = drafter_of(network, tree, draft_sample_method="greedy")
-    plan = Plan(TARGET, drafter, "coupled", record_rounds=32)
+    plan = fakes.whole(TARGET, drafter, "coupled", record_rounds=32)
     return drafter, host.generate_sequences(plan, params_of(network), rows_of())
 
 
@@ -129,7 +129,7 @@ def test_every_round_drafts_and_accepts_what_transformers_does(network, tree, tm
 def after_rounds():
     """Return the drafter, and its batch after some rounds of sampled rows."""
     drafter = drafter_of("Qwen2", "sampled")
-    plan, params = Plan(TARGET, drafter), params_of("Qwen2")
+    plan, params = fakes.whole(TARGET, drafter), params_of("Qwen2")
     return drafter, host.advance(plan, params, host.start(plan, params, rows_of(0.8)), 5)
 
 
@@ -187,7 +187,8 @@ def test_a_longer_backlog_is_read_at_once_and_changes_no_draft():
 
 def test_a_row_that_paused_catches_up_round_by_round_and_drafts_again():
     drafter, answers = greedy("Llama", "chain")
-    plan, params = Plan(TARGET, drafter, "coupled", record_rounds=32), params_of("Llama")
+    plan = fakes.whole(TARGET, drafter, "coupled", record_rounds=32)
+    params = params_of("Llama")
     batch = host.start(plan, params, rows_of())
     capacity = batch.state.memory.cache.layers[0].k.shape[2]
     nothing = drafter.init(params, batch.request, capacity)
@@ -250,7 +251,7 @@ def test_another_order_of_the_vocabulary_changes_no_draft():
     drafter, answers = greedy("Llama", "chain")
     other = dataclasses.replace(drafter, use_heterogeneous_vocab=True)
     params = translating(shuffled, np.arange(VOCAB), ours[:VOCAB], ours[:VOCAB])
-    plan = Plan(TARGET, other, "coupled", record_rounds=32)
+    plan = fakes.whole(TARGET, other, "coupled", record_rounds=32)
     results = host.generate_sequences(plan, Params(params_of("Llama").target, params), rows_of())
     for answer, expected in zip(results, answers, strict=True):
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])

@@ -16,6 +16,7 @@ from jspec.engine.plan import Plan
 from jspec.tools.trace import recording
 from tests import llm_fixtures, shipped, tiny
 from tests.drafters import corpora, suffix_oracle
+from tests.fakes import whole
 
 CAPACITY, ROWS, LONGEST = 64, 32, 40
 
@@ -181,7 +182,7 @@ def plain():
 
 @pytest.mark.parametrize("drafter", [SMALL, BUSHY], ids=["chain", "tree"])
 def test_past_responses_speed_up_later_calls_and_change_no_text(drafter):
-    plan, shared = Plan(tiny.TARGET, drafter), SMALL.init_shared()
+    plan, shared = whole(tiny.TARGET, drafter), SMALL.init_shared()
     lengths = []
     for _ in range(2):
         answers, shared = host.generate_sharing(plan, tiny.params(), SOME, shared)
@@ -193,7 +194,7 @@ def test_past_responses_speed_up_later_calls_and_change_no_text(drafter):
 
 
 def test_rows_that_were_cancelled_are_stored_when_they_finish():
-    plan = Plan(tiny.TARGET, SMALL)
+    plan = whole(tiny.TARGET, SMALL)
     batch = host.start(plan, tiny.params(), SOME).replace(shared=init_shared(plan))
     batch = host.cancel(host.advance(plan, tiny.params(), batch, 2), [0, 2])
     cut = [answer.tokens.tolist() for answer in host.read(batch)]
@@ -209,9 +210,9 @@ def test_a_later_call_with_a_fuller_corpus_compiles_nothing(monkeypatch):
     traced, propose = [], Suffix.propose
     monkeypatch.setattr(Suffix, "propose", lambda *a: traced.append(1) or propose(*a))
     shared = SMALL.init_shared()
-    jax.clear_caches()
     for _ in range(2):
-        plan = Plan(tiny.TARGET, Suffix(**named(max_cached_tokens=512, max_tree_depth=8)))
+        drafter = Suffix(**named(max_cached_tokens=512, max_tree_depth=7))  # of this test alone
+        plan = whole(tiny.TARGET, drafter)
         _, shared = host.generate_sharing(plan, tiny.params(), SOME, shared)
     assert len(traced) == 1
 

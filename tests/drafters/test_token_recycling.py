@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def simulated(first, count):
 @pytest.mark.parametrize("first", [0, 5, 7])
 def test_drafts_are_the_targets_latest_guesses(first):
     drafter = TokenRecycling(VOCAB, tree=PATHS)
-    plan = Plan(TARGET, drafter, record_rounds=64)
+    plan = fakes.whole(TARGET, drafter, record_rounds=64)
     [answer], _ = host.generate_sharing(
         plan,
         Params(DISTRIBUTIONS),
@@ -80,7 +81,7 @@ def test_the_last_of_several_nodes_with_one_token_updates_the_matrix():
 
 
 def test_later_calls_accept_more_and_no_text_changes():
-    plan = Plan(tiny.TARGET, TokenRecycling(tiny.VOCAB, 4, tree_size=12))
+    plan = fakes.whole(tiny.TARGET, TokenRecycling(tiny.VOCAB, 4, tree_size=12))
     rows = [
         host.SequenceParams(prompt, max_tokens=20, temperature=0.7 * (index % 2), stream=index)
         for index, prompt in enumerate(tiny.prompts())
@@ -96,10 +97,10 @@ def test_later_calls_accept_more_and_no_text_changes():
 
 
 def test_without_a_matrix_nothing_is_drafted():
-    batch = host.start(
-        Plan(TARGET, TokenRecycling(VOCAB)), Params(DISTRIBUTIONS), [host.SequenceParams((1,))]
-    )
-    draft, _ = TokenRecycling(VOCAB).propose(None, None, (), (), batch.state.history)
+    drafter = TokenRecycling(VOCAB)
+    batch = host.start(Plan(TARGET, drafter), Params(DISTRIBUTIONS), [host.SequenceParams((1,))])
+    propose = jax.jit(lambda history: drafter.propose(None, None, (), (), history))
+    draft, _ = propose(batch.state.history)
     assert draft.valid[:, 0].all() and not draft.valid[:, 1:].any()
 
 

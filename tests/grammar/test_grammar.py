@@ -18,7 +18,7 @@ from jspec.engine.sequences import SequenceParams, request_of
 from jspec.grammar import automata
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
-from tests.fakes import OnePassDrafter, run_rows, script
+from tests.fakes import OnePassDrafter, run_rows, script, whole
 from tests.plain_processors import Spelling
 
 END = 0
@@ -133,7 +133,7 @@ def test_end_tokens_beyond_the_vocabulary_are_ignored():
 def test_speculation_changes_no_structured_text(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     params = Params(tiny.params().target, weights)
-    plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=32)
+    plan = whole(tiny.TARGET, drafter, "coupled", record_rounds=32)
     answers = host.generate_sequences(plan, params, requests(temperature))
     for pattern, answer, expected in zip(LINES, answers, plain[temperature], strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
@@ -153,14 +153,14 @@ def test_a_one_pass_head_follows_the_grammar_on_every_branch(tree, plain):
     drafter = OnePassDrafter(4, tiny.VOCAB, tree)
     rows, texts = requests(0.0), plain[0.0]
     params = Params(tiny.params().target, script(rows, texts, length=128))
-    plan = Plan(tiny.TARGET, drafter, record_rounds=32)
+    plan = whole(tiny.TARGET, drafter, record_rounds=32)
     for answer, expected in zip(run_rows(plan, params, rows), texts, strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         assert set(answer.trace[0][:-1].tolist()) == {4}
 
 
 def test_forced_tokens_are_drafted_without_a_drafter():
-    plan = Plan(tiny.TARGET, tiny.NGRAM, "rejection", record_rounds=16)
+    plan = whole(tiny.TARGET, tiny.NGRAM, record_rounds=16)
     rows = [
         SequenceParams(
             prompt,

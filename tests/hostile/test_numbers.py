@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ CASES = [
 def test_a_row_finishes_at_a_degenerate_distribution_and_others_continue(
     drafter, rule, temperature
 ):
-    plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
+    plan = fakes.whole(fakes.ToyTarget(VOCAB), drafter, rule)
     last = (0, LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED, 1, LEAVING)
     answers = generate_sequences(plan, PARAMS, rows([(2, token) for token in last], temperature))
     healthy = [0 if token in DEGENERATE else token for token in last]
@@ -101,7 +102,7 @@ def test_kernels_equal_the_rules_on_broken_numbers(monkeypatch, drafter, rule):
     by_kernel = dataclasses.replace(verify.RULES[rule], implementation="pallas_tpu")
     sequences = rows([(2, token) for token in range(VOCAB)], 0.9)
     actual, expected = (
-        generate_sequences(Plan(fakes.ToyTarget(VOCAB), drafter, variant), PARAMS, sequences)
+        generate_sequences(fakes.whole(fakes.ToyTarget(VOCAB), drafter, variant), PARAMS, sequences)
         for variant in (by_kernel, rule)
     )
     for left, right in zip(actual, expected, strict=True):
@@ -119,7 +120,7 @@ def test_kernels_equal_the_rules_on_broken_numbers(monkeypatch, drafter, rule):
 )
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_row_that_allows_no_token_finishes_with_an_error(settings, temperature):
-    plan = Plan(fakes.ToyTarget(VOCAB), CHAIN)
+    plan = fakes.whole(fakes.ToyTarget(VOCAB), CHAIN)
     sequences = [
         SequenceParams((0,), 6, temperature=temperature, **settings),
         SequenceParams((0,), 6, temperature=temperature),
@@ -132,14 +133,15 @@ def test_a_row_that_allows_no_token_finishes_with_an_error(settings, temperature
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
 def test_a_greedy_row_that_allows_no_token_does_not_affect_a_sampled_one(rule):
     masked = SequenceParams((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
+    healthy = SequenceParams((0,), 4, allowed_token_ids=(1,), bad_words=((2,),))  # same program
     other = SequenceParams((0,), 4, temperature=1.0, stream=3)
     for drafter in (CHAIN, fakes.TableDrafter(1)):
-        plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
+        plan = fakes.whole(fakes.ToyTarget(VOCAB), drafter, rule)
         failed, sampled = generate_sequences(plan, PARAMS, [masked, other])
+        beside, alike = generate_sequences(plan, PARAMS, [healthy, other])
         assert failed.finish_reason == "error" and not failed.tokens.size
-        assert (
-            sampled.tokens.tolist() == generate_sequences(plan, PARAMS, [other])[0].tokens.tolist()
-        )
+        assert beside.tokens.tolist() == [1] * 4
+        assert sampled.tokens.tolist() == alike.tokens.tolist()
 
 
 def test_temperatures_outside_the_range_of_float32_raise():
@@ -156,7 +158,7 @@ def test_a_best_first_tree_grows_where_an_infinite_logit_forces_tokens():
     table = fakes.table(0, VOCAB, VOCAB)
     plain = fakes.run_rows(Plan(fakes.ToyTarget(VOCAB), NoDrafter()), Params(table), rows)
     texts = fakes.script(rows, plain)
-    tree = Plan(fakes.ToyTarget(VOCAB), fakes.OnePassDrafter(4, VOCAB, "best_first"))
+    tree = fakes.whole(fakes.ToyTarget(VOCAB), fakes.OnePassDrafter(4, VOCAB, "best_first"))
     answer = fakes.run_rows(tree, Params(table, texts), rows)[0]
     assert answer.tokens.tolist() == plain[0].tokens.tolist()
     assert answer.rounds == 5 and answer.drafted == 40
@@ -166,10 +168,12 @@ def test_an_infinite_logit_of_a_logits_processor_forces_its_token():
     force = lambda logits, _, __: logits.at[1].set(jnp.inf)
     for temperature in (0.0, 1.0):
         row = SequenceParams((0,), 6, temperature=temperature, logits_processors=(force,))
-        (answer,) = generate_sequences(Plan(fakes.ToyTarget(VOCAB), CHAIN), PARAMS, [row])
+        plan = fakes.whole(fakes.ToyTarget(VOCAB), CHAIN)
+        (answer,) = generate_sequences(plan, PARAMS, [row])
         assert answer.tokens.tolist() == [1] * 6
 
 
+processed = jax.jit(sampling.process_logits)
 NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0])
 
 
@@ -189,7 +193,7 @@ def test_a_token_drawn_from_any_logits_has_positive_probability(logits, heat, k,
         names=tuple(sampling.FILTERS) if heat else (),
     )
     logits = jnp.array([logits], jnp.float32)
-    distribution = sampling.process_logits(logits, settings)
+    distribution = processed(logits, settings)
     assert settings.greedy or not (jnp.isnan(distribution) | jnp.isposinf(distribution)).any()
     usable = ~(jnp.isnan(logits) | jnp.isneginf(logits))
     if not usable.any():

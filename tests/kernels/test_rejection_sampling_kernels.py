@@ -278,6 +278,18 @@ def test_a_root_alone_draws_from_the_target(monkeypatch):
     np.testing.assert_array_equal(token, expected)
 
 
+def by_rejection(logits, filters, draft, tree, uniforms, uniform, proposal):
+    """Return (path, num_accepted, token) of the shipped rule."""
+
+    @jax.jit
+    def run(logits):
+        processed, walk = sampling.process_logits(logits, filters), RULES["rejection"].walk
+        path, num_accepted, log_p = walk(processed, draft, tree, uniforms, proposal)
+        return path, num_accepted, sampling.draw(log_p, uniform)
+
+    return run(logits)
+
+
 def test_deterministic_drafts_without_logits_are_judged(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a tree of 8"]
@@ -286,10 +298,9 @@ def test_deterministic_drafts_without_logits_are_judged(monkeypatch):
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
     uniforms = uniforms * 0.1  # deterministic tokens are rarely accepted
     result = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
-    processed, walk = sampling.process_logits(logits, filters), RULES["rejection"].walk
-    path, num_accepted, log_p = walk(processed, draft, tree, uniforms, "deterministic")
-    assert num_accepted.any()
-    assert_same(result, (path, num_accepted, sampling.draw(log_p, uniform)))
+    expected = by_rejection(logits, filters, draft, tree, uniforms, uniform, "deterministic")
+    assert expected[1].any()
+    assert_same(result, expected)
 
 
 def test_a_reduced_vocabulary_is_judged_over_target_ids(monkeypatch):
@@ -302,9 +313,8 @@ def test_a_reduced_vocabulary_is_judged_over_target_ids(monkeypatch):
     filters = settings([0, 3], ("temperature", "top_k"))
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
     result = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
-    processed, walk = sampling.process_logits(logits, filters), RULES["rejection"].walk
-    path, num_accepted, log_p = walk(processed, draft, tree, uniforms, case.proposal)
-    assert_same(result, (path, num_accepted, sampling.draw(log_p, uniform)))
+    arguments = logits, filters, draft, tree, uniforms, uniform
+    assert_same(result, by_rejection(*arguments, case.proposal))
 
 
 @pytest.mark.parametrize("implementation", [None, "pallas_tpu"])

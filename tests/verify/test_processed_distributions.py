@@ -8,10 +8,9 @@ import pytest
 import scipy.special
 
 from jspec.core.types import Params
-from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams, request_of
 from jspec.grammar import automata
-from tests.fakes import TableDrafter, ToyTarget, table
+from tests.fakes import TableDrafter, ToyTarget, table, whole
 from tests.plain_processors import Spelling, plainly
 from tests.verify import statistics
 
@@ -60,7 +59,7 @@ def may_follow(text_ids, token):
 def test_speculation_keeps_the_distribution_of_processed_logits(name, rule):
     row = SequenceParams((0,), temperature=1.0, **SETTINGS[name])
     request, _ = request_of([row] * ROWS, ROWS, row.filters, V)
-    plan = Plan(ToyTarget(V), TableDrafter(3), rule)
+    plan = whole(ToyTarget(V), TableDrafter(3), rule)
     params = Params(WEIGHTS, GUESSES)
     tokens, _ = statistics.texts(plan, params, request.sampling, LENGTH)
     assert statistics.excess(statistics.counts(tokens, V), distribution(row)) < 1

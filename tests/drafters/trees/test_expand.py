@@ -121,7 +121,8 @@ def test_a_dynamic_tree_is_what_the_slow_expansion_and_reranking_give(size, dept
 def test_ties_in_confidence_keep_the_nodes_that_were_expanded_first():
     flat = constant(jnp.zeros((1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, (), False)
+    grown = lambda logits: expand.dynamic(drawing, Dynamic(8, 3, 3), logits, flat, (), False)
+    draft = jax.jit(grown)(jnp.zeros((1, 1, V)))
     assert draft.parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 1, 2]
     assert draft.tokens[0].tolist() == [3, 0, 1, 2, 0, 1, 2, 0]
 
@@ -130,9 +131,8 @@ def test_tokens_of_probability_0_are_no_nodes_of_a_dynamic_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     head = constant(jnp.broadcast_to(two, (1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(
-        drawing, Dynamic(12, 2, 3), jnp.broadcast_to(two, (1, 1, V)), head, (), False
-    )
+    grown = lambda logits: expand.dynamic(drawing, Dynamic(12, 2, 3), logits, head, (), False)
+    draft = jax.device_get(jax.jit(grown)(jnp.broadcast_to(two, (1, 1, V))))
     assert draft.valid[0].sum() == 1 + 2 + 4
     assert draft.valid[0][draft.parents[0, 1:]].all()
     assert (draft.tokens[0][~draft.valid[0]] == 0).all()
@@ -180,7 +180,7 @@ def test_the_recorded_distribution_is_the_processed_one_after_each_nodes_path(me
         row_paths = [paths(draft, row) for row in range(B)]
         inner = [node for node in range(tree.size) if tree.widths[node]]
         raw = [[TABLE[state_of(row, row_paths[row][node])] for node in inner] for row in range(B)]
-        distribution = sampling.process_logits(jnp.array(raw), asked.sampling)
+        distribution = jax.jit(sampling.process_logits)(jnp.array(raw), asked.sampling)
         np.testing.assert_allclose(draft.logits[:, inner], distribution, rtol=1e-6)
 
 
@@ -280,5 +280,5 @@ def test_the_first_children_drawn_with_the_targets_noise_are_the_targets_draws()
     above = [BUSH.parents[node] for node in first]
     raw = [[TABLE[state_of(row, row_paths[row][node])] for node in above] for row in range(B)]
     positions = jnp.tile(4 + jnp.array(BUSH.depth)[jnp.array(above)], (B, 1))
-    draws = sampling.draw_target(jnp.array(raw), asked.sampling, asked.keys, positions)
+    draws = jax.jit(sampling.draw_target)(jnp.array(raw), asked.sampling, asked.keys, positions)
     assert (draft.tokens[:, first] == draws).all()

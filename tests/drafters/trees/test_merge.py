@@ -1,5 +1,6 @@
 """Combined drafts, against sets of paths in plain Python."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,6 +48,11 @@ def stacked(drafts):
     return Draft(*map(jnp.asarray, parts), max_depth=drafts[0].max_depth)
 
 
+def graft(stock, scion):
+    """Combine two drafts in one program; their parents stay static."""
+    return jax.jit(lambda: merge.graft(stock, scion))()
+
+
 def test_a_graft_holds_the_paths_of_both_once_those_of_the_stock_first():
     rng = np.random.default_rng(0)
     for sizes in ((6, 6), (9, 3), (1, 5), (5, 1)):
@@ -55,7 +61,7 @@ def test_a_graft_holds_the_paths_of_both_once_those_of_the_stock_first():
         ]
         stock = stacked([stock for (stock, _), _ in pairs])
         scion = stacked([scion for _, (scion, _) in pairs])
-        whole = merge.graft(stock, scion)
+        whole = graft(stock, scion)
         assert whole.tokens.shape[1] == sum(sizes) - 1
         assert whole.max_depth == 4 and whole.logits is None and whole.sampled is None
         for row, ((_, stock_paths), (_, added)) in enumerate(pairs):
@@ -73,7 +79,7 @@ def chain(tokens, logits=None, length=None):
 
 def test_a_continuation_branches_off_a_drawn_chain_where_the_two_differ():
     drawn = chain([1, 2, 0], jnp.zeros((1, 4, VOCAB)))
-    whole = merge.graft(drawn, chain([1, 0, 2, 1]))
+    whole = graft(drawn, chain([1, 0, 2, 1]))
     assert paths_of(whole) == [
         (), (1,), (1, 2), (1, 2, 0), (1, 0), (1, 0, 2), (1, 0, 2, 1)
     ]  # fmt: skip
@@ -83,7 +89,7 @@ def test_a_continuation_branches_off_a_drawn_chain_where_the_two_differ():
 
 @pytest.mark.parametrize("looked_up", [[1, 2, 0], [1, 2], []])
 def test_a_continuation_that_was_drawn_too_adds_no_node(looked_up):
-    whole = merge.graft(chain([1, 2, 0]), chain(looked_up))
+    whole = graft(chain([1, 2, 0]), chain(looked_up))
     assert paths_of(whole) == [(), (1,), (1, 2), (1, 2, 0)]
 
 

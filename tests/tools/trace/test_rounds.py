@@ -11,6 +11,7 @@ import jspec
 from jspec import verify
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
+from jspec.engine import costs
 from jspec.engine.batch import generate_sequences
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -113,8 +114,9 @@ def test_a_trace_has_the_text_of_generate_and_the_probabilities_of_the_models(
         assert_q_is_the_drafters(trace, models["draft"], sampling)
 
 
-def test_a_trace_with_measured_draft_lengths_has_the_text_of_generate(models):
-    settings = {"prompt_lookup_max": 1, "adaptive_length": True}
+def test_a_trace_with_measured_draft_lengths_has_the_text_of_generate(models, monkeypatch):
+    monkeypatch.setattr(costs, "_SECONDS", 0)  # any costs will do
+    settings = {"prompt_lookup_max": 1, "adaptive_length": [0, 3]}
     trace, output = traced_and_generated(models, "ngram", settings, {"temperature": 0})
     assert_same(trace, output, by_the_clock=True)
 
@@ -185,7 +187,7 @@ def toy_trace(num_valid=VOCAB, **settings):
     target = fakes.table(1, VOCAB, VOCAB).at[num_valid:].set(np.nan)
     tables = Params(target, fakes.table(2, VOCAB, VOCAB))
     row = SequenceParams((3, 1), 40, temperature=TEMPERATURE, **settings)
-    return tracing.of_row(Plan(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
+    return tracing.of_row(fakes.whole(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
 
 
 def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy():
@@ -268,7 +270,7 @@ def test_a_text_that_ends_inside_a_draft_does_not_emit_the_rest():
 @pytest.mark.parametrize("rule", ["block", "match", "typical", verify.synthetic(length=2.5)])
 def test_every_rule_can_be_traced(rule):
     drafter = fakes.TreeTableDrafter(3, parents=BUSH)
-    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+    plan, tables = fakes.whole(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
     row = SequenceParams((3, 1), 40, temperature=TEMPERATURE)
     trace = tracing.of_row(plan, tables, row)
     assert trace.token_ids == generate_sequences(plan, tables, [row])[0].tokens.tolist()
@@ -292,7 +294,7 @@ def test_under_block_nodes_that_are_not_reached_do_not_matter(parents):
     rule = dataclasses.replace(verify.RULES["block"], walk=walk)
     proposal = "chain" if len(parents) == 4 else "without_replacement"
     drafter = fakes.TreeTableDrafter(3, parents=parents, proposal=proposal)
-    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+    plan, tables = fakes.whole(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
 
     def first_round(seed, node=0, uniform=0.5):
         given.update(node=node, uniform=uniform)
@@ -318,7 +320,7 @@ def test_under_block_nodes_that_are_not_reached_do_not_matter(parents):
 
 def test_typical_acceptance_has_no_uniforms_and_chooses_among_paths():
     drafter = fakes.TreeTableDrafter(3, parents=BUSH)
-    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
+    plan, tables = fakes.whole(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
     trace = tracing.of_row(plan, tables, SequenceParams((3, 1), 40, temperature=TEMPERATURE))
     fates = {}
     for each in trace.rounds:
