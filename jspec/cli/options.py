@@ -35,7 +35,9 @@ Seed = sampling(int | None, "Default: the same in every run.")
 # Options of bench and tune.
 DemoModel = Annotated[
     str | None,
-    typer.Argument(help="A local directory, or a model id on the hub. Default: the demo model."),
+    typer.Argument(
+        help="A local directory, a GGUF file, or a model id on the hub. Default: the demo model."
+    ),
 ]
 AnswerTokens = option(int, "Most tokens of an answer.")
 PromptTokens = option(

@@ -13,6 +13,7 @@ from jspec.api.config import keys as config_keys
 from jspec.api.detokenizer import Detokenizer
 from jspec.api.llm import LLM
 from jspec.api.outputs import CompletionOutput
+from jspec.checkpoints import installed
 from jspec.core.types import Proposal
 
 DRAFTED = "bold green"  # drafted and accepted
@@ -66,6 +67,20 @@ def stats_table(output: CompletionOutput, seconds: float) -> Table:
             table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
     table.add_row("num_tokens", str(len(output.token_ids)))
     table.add_row("seconds", f"{seconds:.2f}, compilation included")
+    return table
+
+
+def models_table() -> Table:
+    """Return a table of the models and heads at hand, and of what drafts for which."""
+    table = Table(show_lines=True)
+    for heading in ("model", "from", "kind", "size", "dtype", "drafters that fit"):
+        table.add_column(heading, overflow="fold")
+    items = installed.everything()
+    for item in items:
+        name = Text.assemble(item.name, "\n", (str(item.path), "dim"))
+        size = f"{item.num_parameters / 1e6:.1f} M"
+        fitting = ", ".join(each.name for each in items if each.drafts_for(item))
+        table.add_row(name, item.origin, item.kind, size, item.dtype, fitting)
     return table
 
 

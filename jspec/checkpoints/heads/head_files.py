@@ -15,7 +15,7 @@ import numpy as np
 
 from jspec.checkpoints import model_files, safetensors_files, torch_files
 from jspec.checkpoints.heads import base, eagle, head_formats
-from jspec.checkpoints.heads.base import HeadConfig
+from jspec.checkpoints.heads.base import HeadConfig, HeadFormat
 from jspec.checkpoints.model_files import PathLike
 from jspec.models.decoder import DecoderConfig
 from jspec.util import staging
@@ -57,6 +57,42 @@ class LoadedHead:
     raw_config: dict = dataclasses.field(repr=False)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenHead:
+    """The files of a draft head: kind and layout are known, and the weights are not read yet."""
+
+    directory: Path
+    raw_config: dict
+    tensors: dict[str, np.ndarray]
+    format: HeadFormat
+    kind: str
+    layout: str
+
+    def fits(self, target_config: DecoderConfig) -> bool:
+        """Return whether the head was made for a target of these sizes."""
+        try:
+            self.format.read_config(self.raw_config, self.tensors, target_config, self.layout)
+        except ValueError:
+            return False
+        return True
+
+
+def open_head(path: PathLike, kind: str | None = None) -> OpenHead:
+    """Find out which head the files hold; arguments and errors are those of ``load_head``."""
+    directory = model_files.locate(path, _PATTERNS)
+    raw = model_files.read_json(directory / "config.json")
+    tensors = _canonical(directory, model_files.open_tensors(directory, _READERS))
+    for format in head_formats.FORMATS:
+        if kind in format.kinds and format.missing and format.sniff(raw, tensors) is None:
+            raise ValueError(f"{directory} {format.missing}")
+    format, sniffed, layout = head_formats.sniff(directory, raw, tensors)
+    if kind not in (None, sniffed):
+        raise ValueError(
+            f"{directory} holds a head of method {sniffed!r}, not {kind!r}; ask for {sniffed!r}"
+        )
+    return OpenHead(directory, raw, tensors, format, sniffed, layout)
+
+
 def load_head(
     path: PathLike,
     target_config: DecoderConfig | None,
@@ -78,23 +114,13 @@ def load_head(
         is not supported or that servers read differently, or its tensors are missing, unexpected
         or misshapen (the message lists all).
     """
-    directory = model_files.locate(path, _PATTERNS)
-    raw = model_files.read_json(directory / "config.json")
-    tensors = _canonical(directory, model_files.open_tensors(directory, _READERS))
-    for format in head_formats.FORMATS:
-        if kind in format.kinds and format.missing and format.sniff(raw, tensors) is None:
-            raise ValueError(f"{directory} {format.missing}")
-    format, sniffed, layout = head_formats.sniff(directory, raw, tensors)
-    if kind not in (None, sniffed):
-        raise ValueError(
-            f"{directory} holds a head of method {sniffed!r}, not {kind!r}; ask for {sniffed!r}"
-        )
+    head = open_head(path, kind)
     try:
-        target = target_config or format.read_target(raw)
-        config, params = format.read(raw, tensors, target, layout, dtype)
+        target = target_config or head.format.read_target(head.raw_config)
+        config, params = head.format.read(head.raw_config, head.tensors, target, head.layout, dtype)
     except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None
-    return LoadedHead(sniffed, layout, config, params, raw)
+        raise ValueError(f"{head.directory}: {error}") from None
+    return LoadedHead(head.kind, head.layout, config, params, head.raw_config)
 
 
 def save_head(
