@@ -50,7 +50,7 @@ def chat(
     config = options.speculative_config(speculative_config)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
-    from jspec.checkpoints import installed
+    from jspec.engine import installed
 
     if model is None:
         model = str(installed.chat_model())

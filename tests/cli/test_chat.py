@@ -8,8 +8,8 @@ import pytest
 
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
-from jspec.checkpoints import installed
 from jspec.cli import chat, main
+from jspec.engine import installed
 from tests import llm_fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

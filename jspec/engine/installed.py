@@ -53,7 +53,7 @@ class Installed:
 
 def everything() -> list[Installed]:
     """Return what jspec can load without fetching anything; what it cannot load is left out."""
-    return [item for item in map(_described, _places()) if item is not None]
+    return [item for item in map(_described, _candidates()) if item is not None]
 
 
 def chat_model() -> Path:
@@ -71,17 +71,17 @@ def chat_model() -> Path:
     )
 
 
-_Place = tuple[str, Path, str]  # name, path, origin
+_Candidate = tuple[str, Path, str]  # name, path, origin
 
 
-def _places() -> Iterator[_Place]:
+def _candidates() -> Iterator[_Candidate]:
     for config in sorted(EMBEDDED.rglob("config.json")):
         yield str(config.parent.relative_to(EMBEDDED)), config.parent, "embedded"
     yield from _of_packages()
     yield from _of_hub()
 
 
-def _of_packages() -> Iterator[_Place]:
+def _of_packages() -> Iterator[_Candidate]:
     for distribution in metadata.distributions():
         for file in distribution.files or ():
             if file.suffix == ".gguf":
@@ -89,7 +89,7 @@ def _of_packages() -> Iterator[_Place]:
                 yield file.name, Path(str(distribution.locate_file(file))), origin
 
 
-def _of_hub() -> Iterator[_Place]:
+def _of_hub() -> Iterator[_Candidate]:
     import huggingface_hub
 
     try:
@@ -102,9 +102,9 @@ def _of_hub() -> Iterator[_Place]:
             yield repository.repo_id, newest.snapshot_path, "hub cache"
 
 
-def _described(place: _Place) -> Installed | None:
+def _described(candidate: _Candidate) -> Installed | None:
     """Describe a head or a model; None for files that are incomplete or of another kind."""
-    name, path, origin = place
+    name, path, origin = candidate
     with contextlib.suppress(ValueError):
         head = head_files.open_head(path)
         size = sum(tensor.size for tensor in head.tensors.values())
