@@ -265,18 +265,9 @@ def rows_of(kind):
     ]
 
 
-# Less optimisation, since compilation dominates the time of these tests.
-_decode = jax.jit(
-    loop.decode.__wrapped__,
-    static_argnums=0,
-    compiler_options={"xla_backend_optimization_level": 0},
-)
-
-
 def run(plan, params, rows, shared=()):
-    batch = host.start(plan, params, rows)
-    _, state = _decode(plan, params, batch.request, shared, batch.state, np.int32(1000))
-    return host.read(batch.replace(state=state))
+    batch = host.start(plan, params, rows).replace(shared=shared)
+    return host.read(host.advance(plan, params, batch))
 
 
 @functools.cache

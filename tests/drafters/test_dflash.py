@@ -32,7 +32,6 @@ def params_of(name):
     return Params(tiny.params().target, dflashes.random_params(name))
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,7 +65,6 @@ def test_every_round_drafts_and_accepts_what_torch_does(case):
     assert total >= least
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
     "name",
     ["sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "reduced"))],
@@ -84,7 +82,6 @@ def test_recorded_distributions_equal_those_of_torch(name):
     rounds.assert_same_distributions(draft.logits[0, :3], expected)
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_the_cache_equals_that_of_one_pass_over_the_text():
     drafter, params = dflashes.drafter("dflash", **WIDE), params_of("dflash")
     texts, lengths, state = rounds.after_rounds(drafter, params)

@@ -23,7 +23,6 @@ def params_of(name):
     return Params(tiny.params().target, dflashes.random_params(name))
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
     "case",
     ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "paths"))],
@@ -51,7 +50,6 @@ def test_every_round_drafts_and_accepts_what_torch_does(case):
     rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.draft_tree, distribution)
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
     "name", ["rnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "gated"))]
 )
@@ -68,7 +66,6 @@ def test_recorded_distributions_equal_those_of_torch(name):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_programs")
 def test_only_the_likeliest_tokens_of_each_slot_are_drafted():
     torch = pytest.importorskip("torch")
     drafter, params = dflashes.drafter("vanilla", 3, dspark_draft_topk=5), params_of("vanilla")

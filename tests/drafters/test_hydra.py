@@ -60,7 +60,6 @@ def reference_of(name, params, directory):
     return hydras.reference()(tensors, embedding, raw)
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("case", CASES)
 def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
@@ -84,7 +83,6 @@ def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     assert total > 15  # so that features of accepted paths are tested too
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("name", hydras.CONFIGS)
 def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     torch = pytest.importorskip("torch")
@@ -100,7 +98,6 @@ def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     rounds.assert_same_distributions(draft.logits[0, :-1], expected.numpy())
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_the_memory_of_a_prefix_layer_equals_that_of_one_pass_over_the_text():
     drafter = hydras.drafter("prefix", 3, tree="sampled", tree_size=8)
     params = params_of("prefix")

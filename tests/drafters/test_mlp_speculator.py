@@ -45,7 +45,6 @@ def reference_of(name, params, directory):
     )
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("case", CASES)
 def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
@@ -70,7 +69,6 @@ def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     assert total > 15  # so that states of accepted paths are tested too
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("name", speculators.CONFIGS)
 def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     torch = pytest.importorskip("torch")
@@ -88,7 +86,6 @@ def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     rounds.assert_same_distributions(draft.logits[0, :-1], expected.numpy())
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_draws_depend_on_the_tokens_drawn_before():
     """Each stage sees the tokens before it: equal distributions at the root, others below."""
     drafter = speculators.drafter("lstm")
@@ -107,7 +104,6 @@ def test_draws_depend_on_the_tokens_drawn_before():
     assert len(set(np.asarray(draft.tokens[:4, 1]).tolist())) > 1
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_the_memory_is_the_targets_last_hidden_state_after_any_round():
     drafter = speculators.drafter("tied", 2, tree="sampled", tree_size=6)
     texts, lengths, state = rounds.after_rounds(drafter, params_of("tied"))
@@ -163,7 +159,6 @@ def test_depths_without_weights_are_refused(name, settings, message):
         speculators.drafter(name, **settings)
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_a_speculator_in_bfloat16_drafts_as_it_does_on_an_accelerator():
     config = dataclasses.replace(speculators.CONFIGS["lstm"], activation_dtype="bfloat16")
     drafter = dataclasses.replace(speculators.drafter("lstm"), config=config)

@@ -147,17 +147,19 @@ def test_as_few_of_the_oldest_responses_as_possible_are_evicted():
     assert stored == [[3, 3, 3], [4], [5], [6]]
 
 
+OWN_TEXT = named(max_cached_requests=0, max_tree_depth=4)  # no corpus
+
+
 def test_the_latest_of_many_occurrences_count():
     row = [1, 2, 1, 2, 1, 2, 1, 3, 4, 1, 3, 1]
-    drafter = functools.partial(suffix, **named(max_tree_depth=3))
-    assert proposals(drafter(), (), [row]) == [([2], [0])]
-    few = drafter(**named(max_occurrences=3))  # the end of the text, and "3" twice
+    assert proposals(suffix(**OWN_TEXT), (), [row]) == [([2], [0])]
+    few = suffix(**OWN_TEXT, **named(max_occurrences=3))  # the end of the text, and "3" twice
     assert proposals(few, (), [row]) == [([3], [0])]
 
 
 def test_without_a_corpus_only_a_rows_own_text_is_looked_up():
     row = [5, 6, 7, 5, 6]
-    drafter = suffix(**named(max_cached_requests=0))
+    drafter = suffix(**OWN_TEXT)
     assert drafter.init_shared() == ()
     assert proposals(drafter, drafter.init_shared(), [row]) == [([7, 5], [0, 1])]
 
@@ -218,7 +220,8 @@ def test_a_later_call_with_a_fuller_corpus_compiles_nothing(monkeypatch):
 
 
 def test_the_loop_copies_no_corpus():
-    plan = Plan(tiny.TARGET, Suffix(**named(max_cached_tokens=5000, max_cached_requests=77)))
+    corpus = named(max_cached_tokens=5000, max_cached_requests=77)
+    plan = Plan(tiny.TARGET, Suffix(4, **corpus))
     batch = host.start(plan, tiny.params(), SOME)
     arguments = (batch.request, init_shared(plan), batch.state, jnp.int32(9))
     lowered = jspec.decode.lower(plan, tiny.params(), *arguments)
