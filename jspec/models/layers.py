@@ -59,7 +59,7 @@ def product(equation: str, x: Array, weights: Array) -> Array:
     def wide(x: Array, weights: Array) -> Array:
         return narrow(x.astype(dtype), weights.astype(dtype))
 
-    # XLA's CPU backend has no batched bfloat16 product that accumulates in float32.
     if weights.dtype == dtype:
         return narrow(x, weights)
+    # XLA's CPU backend has no batched bfloat16 product that accumulates in float32.
     return jax.lax.platform_dependent(x, weights, cpu=wide, default=narrow)
