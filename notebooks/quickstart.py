@@ -43,7 +43,6 @@ if importlib.util.find_spec("jspec") is None:
 import jax
 import jspec
 
-DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 print(jspec.__name__, "on", jax.devices()[0].device_kind)
 
 # %% [markdown]
@@ -51,6 +50,9 @@ print(jspec.__name__, "on", jax.devices()[0].device_kind)
 #
 # `LLM`, `SamplingParams` and `speculative_config` have vLLM's names and meanings. The target was trained on Python
 # code. An EAGLE-3 head reads its hidden states and drafts four tokens a round.
+
+# %% tags=["parameters"]
+DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
 # %%
 EAGLE3 = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4}

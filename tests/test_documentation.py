@@ -112,7 +112,10 @@ def with_a_template(directory):
 def run(text, tmp_path, monkeypatch):
     if CHATS in text:
         text = text.replace(f'"{CHATS}"', repr(with_a_template(tmp_path / "chats")))
-    for name, model in STAND_INS.items():
+    named = {name: model for name, model in STAND_INS.items() if f'"{name}"' in text}
+    if list(named) == ["Qwen/Qwen3-8B"]:  # without a head, a smaller target will do
+        named = dict.fromkeys(named, f"{DEMO}/draft")
+    for name, model in named.items():
         text = text.replace(f'"{name}"', f'"{model}"')
     text = text.replace('"certificate.json"', repr(str(tmp_path / "certificate.json")))
     monkeypatch.chdir(ROOT)

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import jspec
+from tests import llm_fixtures
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
@@ -148,8 +149,24 @@ def test_a_notebook_names_the_remedy_if_pip_fails(install):
         install(SCRIPTS[0], "work", returncode=1)
 
 
-@by_name
-def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
+def smaller_values(script, root):
+    """Return replacements for the cell of parameters."""
+    if script.stem == "quickstart":
+        llm_fixtures.write_eagle3_head(root / "eagle3")
+        return {"DEMO": llm_fixtures.checkpoints(root)["target"].parent}
+    return dict(SMALLER.get(script.stem, {}))
+
+
+@pytest.mark.parametrize(
+    ("script", "is_small"),
+    [
+        *[pytest.param(script, True, id=script.stem) for script in SCRIPTS],
+        pytest.param(
+            NOTEBOOKS / "quickstart.py", False, id="quickstart as it is", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_notebook_runs(script, is_small, monkeypatch, capsys, tmp_path, tmp_path_factory):
     matplotlib.use("Agg")
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.close("all")))
@@ -160,7 +177,8 @@ def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
     # As in a kernel, classes of the notebook can be imported from a module.
     module = types.ModuleType(f"notebook_{script.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    smaller = dict(SMALLER.get(script.stem, {}))
+    root = tmp_path_factory.getbasetemp() / "llm"
+    smaller = smaller_values(script, root) if is_small else {}
     for cell in jupytext.read(script).cells:
         if cell.cell_type == "code":
             exec(compile(cell.source, script.name, "exec"), vars(module))

@@ -76,7 +76,7 @@ def test_text_of_every_rule_does_not_depend_on_the_batch_at_a_fixed_k(rule):
 
 def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_for_every_method():
     target = BatchInvariantDecoder(tiny.TARGET.config)
-    params = jax.tree.map(lambda x: x.astype("bfloat16"), tiny.params())
+    params = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype("bfloat16"), tree))(tiny.params())
     expected = texts(Plan(target, tiny.NONE), params, sequences(60), max_num_seqs=1)
     for drafter in (tiny.NGRAM, tiny.DRAFT):
         assert texts(Plan(target, drafter, "coupled"), params, sequences(60)[::-1]) == expected
@@ -87,9 +87,8 @@ def test_ordered_attention_of_a_sequence_is_equal_to_the_bit_in_every_batch(head
     keys = iter(jax.random.split(jax.random.key(0), 5))
     shapes = [(8, heads, 5, 16)] * 3 + [(8, heads, 64, 16)] * 2
     arrays = [jax.random.normal(next(keys), shape) for shape in shapes]
-    run = lambda count: ops.ordered_attention(
-        *(array[:count] for array in arrays), jnp.full(count, 20), scale=0.25
-    )
+    attention = jax.jit(functools.partial(ops.ordered_attention, scale=0.25))
+    run = lambda count: attention(*(array[:count] for array in arrays), jnp.full(count, 20))
     alone = run(1)[0]
     for count in (2, 3, 8):
         assert (run(count)[0] == alone).all()
@@ -114,7 +113,7 @@ def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):
 def on_devices():
     """The output of tests/on_devices.py on eight virtual devices."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     ran = subprocess.run(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,9 +82,10 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
     draft = Draft(jnp.asarray(nodes, jnp.int32), parents, jnp.ones(nodes.shape, bool), max_depth=4)
     tree = trees.broadcast(trees.from_parents(parents, 4), len(SEQUENCES))
     request, _ = request_of(SEQUENCES, len(SEQUENCES), filters_of(SEQUENCES), V)
-    processed = logits_processors.apply(
-        jnp.asarray(logits), request.sampling.processors, Branches.of_draft(history, draft, tree)
+    apply = jax.jit(
+        lambda *inputs: logits_processors.apply(*inputs, Branches.of_draft(history, draft, tree))
     )
+    processed = np.asarray(apply(logits, request.sampling.processors))
     for index, row in enumerate(SEQUENCES):
         for node in range(parents.size):
             path, above = [], node
@@ -120,14 +122,16 @@ def plain():
     return {t: host.generate_sequences(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
 
 
+FAST = ("draft_model", 0.0), ("eagle2", 0.9)  # the others are slow
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "temperature"),
     [
-        name if name in ("draft_model", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
-        for name in DRAFTERS
+        case if case in FAST else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(DRAFTERS, (0.0, 0.9))
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_speculation_changes_no_text_with_logits_processors(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, drafter, "coupled")

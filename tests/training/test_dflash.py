@@ -172,6 +172,7 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
     served = params.replace(draft_to_target=vocabulary)
     reference = heads_in_torch(tmp_path, config, served, target)
     module, total = Decoder(TARGET), 0.0
+    forward = jax.jit(module.forward, static_argnums=4)
     for row, anchors in enumerate(np.asarray(blocks.anchors)):
         for block, anchor in enumerate(anchors):
             counts = np.asarray(blocks.weights[row, block])
@@ -180,9 +181,7 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
             start = FIRST * int(anchor >= FIRST)
             text = batch.tokens[row, start : FIRST if start == 0 else FIRST + SECOND]
             chain = trees.from_parents(trees.chain(len(text) - 1), len(text) - 1)
-            out = module.forward(
-                target, text[None], chain, module.init_cache(1, 0), config.capture_layers
-            )
+            out = forward(target, text[None], chain, module.init_cache(1, 0), config.capture_layers)
             states = [np.asarray(x[0, : anchor - start]) for x in out.features]
             before, labels = (
                 np.asarray(x[row, block]).tolist() for x in (blocks.before, blocks.labels)

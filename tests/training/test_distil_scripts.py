@@ -167,14 +167,27 @@ def test_a_run_without_held_out_data_exports_its_last_weights(words, target, tmp
     assert generate(target, config | {"num_speculative_tokens": 2}) == plain(target)
 
 
-def test_a_run_resumes_only_with_the_same_target_and_measurement(words, target, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def short_run(words, tmp_path_factory):
+    """The folder of a run of two steps."""
+    output = tmp_path_factory.mktemp("short") / "run"
+    assert distil("medusa", [*words, "--steps", "2", "--output", str(output)]) == 0
+    return output
+
+
+@pytest.fixture
+def resumed(short_run, words, tmp_path):
+    """The options that resume a copy of the short run in ``tmp_path / "run"``."""
+    output = shutil.copytree(short_run, tmp_path / "run")
+    return [*words, "--steps", "2", "--output", str(output)]
+
+
+def test_a_run_resumes_only_with_the_same_target_and_measurement(resumed, target, tmp_path, capsys):
     other = shutil.copytree(target, tmp_path / "other")
     params = decoder.init_params(jax.random.key(1), SIZES)
     checkpoint.save_pretrained(other, SIZES, params)
-    run = [*words, "--output", str(tmp_path / "run")]
-    assert distil("medusa", [*run, "--steps", "2"]) == 0
     for option, value in (("target", str(other)), ("acceptance-prompts", "0")):
-        assert distil("medusa", [*run, "--steps", "2", f"--{option}", value]) == 2
+        assert distil("medusa", [*resumed, f"--{option}", value]) == 2
         assert f"holds another run: --{option} " in capsys.readouterr().err
 
 
@@ -184,12 +197,10 @@ def recorded(run):
     return step / "record" / "metadata"
 
 
-def test_options_that_decide_the_best_weights_must_not_change(words, target, tmp_path, capsys):
-    measured, plain = (
-        [*words, "--steps", "2", "--output", str(tmp_path / name)] for name in ("measured", "plain")
-    )
+def test_options_that_decide_the_best_weights_must_not_change(words, resumed, tmp_path, capsys):
+    plain = [*words, "--steps", "2", "--output", str(tmp_path / "plain")]
     plain += ["--acceptance-prompts", "0"]
-    assert distil("medusa", measured) == distil("medusa", plain) == 0
+    assert distil("medusa", plain) == 0
     others = [
         "--acceptance-prompts",
         "1",
@@ -202,27 +213,26 @@ def test_options_that_decide_the_best_weights_must_not_change(words, target, tmp
         "--temperatures",
         "0.5",
     ]
-    assert distil("medusa", [*measured, *others]) == 2
+    assert distil("medusa", [*resumed, *others]) == 2
     printed = capsys.readouterr().err
     assert "holds another run: " in printed and "--temperatures (0.5,) (was [1.0, 0.0])" in printed
     assert all(f"{option} " in printed for option in others[::2])
     assert distil("medusa", [*plain, "--eval-windows", "1"]) == 2
     assert "holds another run: --eval-windows 1 (was 2)" in capsys.readouterr().err
-    assert distil("medusa", [*measured, "--eval-windows", "1"]) == 0  # a number beside others
+    assert distil("medusa", [*resumed, "--eval-windows", "1"]) == 0  # a number beside others
 
 
-def test_a_run_resumes_whose_record_lacks_the_measurement_of_acceptance(words, tmp_path, capsys):
-    run = [*words, "--steps", "2", "--output", str(tmp_path)]
-    assert distil("medusa", run) == 0
-    record = json.loads(recorded(tmp_path).read_text())
+def test_a_run_resumes_whose_record_lacks_the_measurement_of_acceptance(resumed, tmp_path, capsys):
+    run = tmp_path / "run"
+    record = json.loads(recorded(run).read_text())
     how = ("num_speculative_tokens", "prompt_tokens", "max_new_tokens", "temperatures")
     for name in how:
         del record["identity"][name]
     record["identity"]["acceptance_prompts"] = "some"
-    recorded(tmp_path).write_text(json.dumps(record))
-    assert distil("medusa", [*run, "--acceptance-prompts", "0"]) == 2
+    recorded(run).write_text(json.dumps(record))
+    assert distil("medusa", [*resumed, "--acceptance-prompts", "0"]) == 2
     assert "--acceptance-prompts 0 (was 'some')" in capsys.readouterr().err
-    assert distil("medusa", run) == 0
+    assert distil("medusa", resumed) == 0
 
 
 @pytest.mark.parametrize(
@@ -241,17 +251,16 @@ def test_without_a_measurement_any_depth_will_do(method, few, words, tmp_path, c
     assert "nothing" in capsys.readouterr().err  # it reached the loading of the target
 
 
-def test_an_option_without_effect_may_change(words, tmp_path, capsys):
-    run = [*words, "--steps", "2", "--output", str(tmp_path), "--num-heads", "2"]
-    assert distil("medusa", run) == 0
-    record = json.loads(recorded(tmp_path).read_text())
+def test_an_option_without_effect_may_change(resumed, tmp_path, capsys):
+    run = tmp_path / "run"
+    record = json.loads(recorded(run).read_text())
     record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
     # As 0.1.0 wrote it: with a field that is gone, and in another order.
     name, _, fields = record["identity"]["heads"].partition("(")
     fields = ["one_stem=False", *reversed(fields.removesuffix(")").split(", "))]
     record["identity"]["heads"] = f"{name}({', '.join(fields)})"
-    recorded(tmp_path).write_text(json.dumps(record))
-    assert distil("medusa", run) == 2  # the floor has an effect
+    recorded(run).write_text(json.dumps(record))
+    assert distil("medusa", resumed) == 2  # the floor has an effect
     printed = capsys.readouterr().err
     assert "another run: --learning-rate-floor 0.0 (was 0.7); give" in printed
 

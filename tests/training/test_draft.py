@@ -53,10 +53,13 @@ def batch():
     return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
 
 
+forward = jax.jit(decoder.forward, static_argnums=1)
+
+
 def distributions(params, config, tokens):
     chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
     cache = decoder.init_cache(config, 1, len(tokens))
-    logits = np.asarray(decoder.forward(params, config, tokens[None], chain, cache).logits[0])
+    logits = np.asarray(forward(params, config, tokens[None], chain, cache).logits[0])
     common = logits[:, : TARGET.vocab_size]
     return common - np.logaddexp.reduce(common, axis=-1, keepdims=True)
 

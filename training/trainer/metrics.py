@@ -117,14 +117,18 @@ def draw_curves(directory: Path) -> None:
         return
     from matplotlib.figure import Figure  # late: slow, and needed once
 
-    figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
+    width, height = 5 * len(panels), 3.5  # inches, as are the margins
+    figure = Figure(figsize=(width, height))
+    # Fixed margins: matplotlib's own layouts draw the figure several times to measure the labels.
+    figure.subplots_adjust(0.7 / width, 0.5 / height, 1 - 0.1 / width, 1 - 0.3 / height, 0.2)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, label in ((panel, "training"), (f"heldout_{panel}", "held out")):
             points = [(entry["step"], entry[name]) for entry in log if name in entry]
             if points:
                 many = len(points) > 20
                 axes.plot(*zip(*points, strict=True), label=label, marker="" if many else ".")
-        axes.set(title=panel.replace("_", " "), xlabel="step")
+        axes.set_title(panel.replace("_", " "), y=1)
+        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(directory / "curves.png", dpi=120)
