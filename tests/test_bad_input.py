@@ -62,7 +62,8 @@ def complaint(call, *arguments, **settings):
         ),
         ({"prompt": 5}, "prompt 0 is 5; its 'prompt' must be text"),
         ([1, 2, 3], "is a list of numbers; give token ids as {'prompt_token_ids': [...]}"),
-        (["fine", [1, 2]], "prompt 1 is [1, 2]; it must be"),
+        (["fine", 5], "prompt 1 is 5; it must be"),
+        (["fine", [1, "a"]], "prompt 1 holds 'a' among its prompt_token_ids"),
         (7, "prompts=7 must be text"),
         (b"bytes", "prompts=b'bytes' must be text"),
         ({"prompt_token_ids": [1, "a"]}, "prompt 0 holds 'a' among its prompt_token_ids"),
@@ -174,7 +175,7 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         ({"max_model_len": 0}, "max_model_len=0 must be a whole number from 1 to 256"),
         (
             {"tensor_parallel_size": 2},
-            "LLM has no 'tensor_parallel_size'; leave it out: one device",
+            "LLM: tensor_parallel_size=2 is not supported: there is one device",
         ),
         ({"max_model_length": 8}, "LLM has no 'max_model_length'; did you mean 'max_model_len'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1."),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from jspec.api import config, metrics, prompts, requests
+from jspec.api import config, engine_arguments, metrics, prompts, requests
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
@@ -26,7 +25,7 @@ from jspec.engine.loop import init_shared, on_finished
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import check_fit, check_prompt
 from jspec.util.buckets import bucket
-from jspec.util.messages import did_you_mean, shown
+from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 STREAM_ROUNDS = 4  # between two outputs of a stream
@@ -44,7 +43,8 @@ class LLM:
 
     Args:
       model: the target: a local directory, a hub id, or a model that ``jspec.load`` returned.
-      speculative_config: vLLM's keys; see docs/speculative_config.md. None decodes plainly.
+      speculative_config: vLLM's keys, as a dict or as JSON; see docs/speculative_config.md. None
+        decodes plainly.
       dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for the dtype of
         each checkpoint. Loaded models keep theirs, and None then gives the drafter the target's.
       max_model_len: longest sequence, prompt included; None for the target's limit.
@@ -60,6 +60,7 @@ class LLM:
         Greedy texts then equal plain decoding in bfloat16 too, and in batches of any size. Chains
         only; slower (docs/reproducibility.md).
       max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
+      unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
       ValueError: a setting is out of range or not supported, the models do not fit each other, or
@@ -69,7 +70,7 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike | LoadedModel,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
         *,
         dtype: str | None = None,
         max_model_len: int | None = None,
@@ -82,10 +83,7 @@ class LLM:
         deterministic: bool = False,
         **unknown: Any,
     ):
-        for name in unknown:
-            guess = did_you_mean(name, inspect.signature(LLM).parameters)
-            remedy = "; leave it out: one device, one compiled program, no paged cache."
-            raise ValueError(f"LLM has no {shown(name)}{guess or remedy}")
+        engine_arguments.check("LLM", unknown, LLM)
         speculative = config.read(speculative_config)
         logprobs.check_mode(logprobs_mode)
         for name, value, holds, words in (
@@ -122,7 +120,8 @@ class LLM:
         """Continue every prompt; results are in the order of the prompts.
 
         Args:
-          prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of these.
+          prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of these
+            or of lists of token ids.
           sampling_params: one for all or a list of one each; None for ``SamplingParams()``.
           use_tqdm: show a progress bar.
 
@@ -144,6 +143,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
@@ -155,6 +155,7 @@ class LLM:
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
         return self.generate(rendered, sampling_params, use_tqdm)
@@ -165,15 +166,17 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Render conversations to the prompts of ``chat``, for ``stream`` or ``jspec.trace``.
 
         Args:
           messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
-          chat_template: Jinja; None for the tokenizer's own.
+          chat_template: Jinja, or the path of a file with it; None for the tokenizer's own.
           add_generation_prompt: whether to open the assistant's turn at the end.
-          chat_template_kwargs: more variables of the template, such as ``tools``, ``documents`` and
+          tools: descriptions of functions, for the template.
+          chat_template_kwargs: more variables of the template, such as ``documents`` and
             ``continue_final_message`` (without ``add_generation_prompt``).
 
         Raises:
@@ -182,6 +185,8 @@ class LLM:
         """
         variables = prompts.variables_of(chat_template_kwargs)
         variables["add_generation_prompt"] = add_generation_prompt
+        if tools is not None:
+            variables["tools"] = prompts.tools_of(tools, variables)
         return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)
 
     def stream(

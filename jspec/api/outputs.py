@@ -98,9 +98,10 @@ class Transcript:
         if self._detokenizer and self._read_text(answer):
             return True
         self._num_read = len(answer.tokens)
+        rest = self._detokenizer.flush() if answer.finish_reason and self._detokenizer else ""
+        if rest and self._stopped(rest, answer, len(answer.tokens)):
+            return True
         self.finish_reason = answer.finish_reason
-        if self.finish_reason and self._detokenizer:
-            self.text += self._detokenizer.flush()
         if answer.stop_token is not None and answer.stop_token not in self._eos:
             self.stop_reason = answer.stop_token
         return False
@@ -144,16 +145,24 @@ class Transcript:
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
         shown = len(answer.tokens) - hidden
         for count in range(self._num_read, shown):
-            old_length = len(self.text)
-            self.text += self._detokenizer.feed(answer.tokens[count])
-            stops = self._params.stop if count >= self._params.min_tokens else ()
-            if stop := detokenizer.find_stop(self.text, old_length, stops):
-                begin, end, self.stop_reason = stop
-                self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
-                self.finish_reason = "stop"
-                self.answer = metrics.cut(answer, count + 1)
+            piece = self._detokenizer.feed(answer.tokens[count])
+            if self._stopped(piece, answer, count + 1):
                 return True
         return False
+
+    def _stopped(self, piece: str, answer: Answer, count: int) -> bool:
+        """Add a piece of text; end the text after ``count`` tokens if it holds a stop string."""
+        old_length = len(self.text)
+        self.text += piece
+        stops = self._params.stop if count > self._params.min_tokens else ()
+        stop = detokenizer.find_stop(self.text, old_length, stops)
+        if not stop:
+            return False
+        begin, end, self.stop_reason = stop
+        self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
+        self.finish_reason = "stop"
+        self.answer = metrics.cut(answer, count)
+        return True
 
     def output(self, index: int, detailed: bool) -> CompletionOutput:
         """Return the text so far, without an end that may become a stop string."""

@@ -2,16 +2,20 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jspec.util.messages import did_you_mean, shown
+from jspec.util.values import encodes
 
 _KEYS = ("prompt", "prompt_token_ids")
-_FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
+_FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, [ids], or a list of these"
+_LONGEST_PATH = 1000  # characters; a longer chat_template is Jinja
 # Parameters of apply_chat_template that are not variables of a template: those that ``LLM.chat``
 # takes itself, with its own name for them, and those of tokenization.
 _CHAT_ARGUMENTS = {"conversation": "messages"} | {
@@ -57,11 +61,47 @@ def of_chat(
             "or write the prompt yourself and call generate."
         )
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    chat_template = _template_of(chat_template)
     render = functools.partial(rendered, tokenizer, chat_template=chat_template, **variables)
     texts = [render(conversation) for conversation in conversations]
     # The template has already written the special tokens.
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
+
+
+def _template_of(chat_template: Any) -> str | None:
+    """Return Jinja: that of a file if ``chat_template`` is the path of one."""
+    if isinstance(chat_template, os.PathLike):
+        chat_template = os.fspath(chat_template)
+    if chat_template is None:
+        return None
+    if not isinstance(chat_template, str):
+        raise ValueError(f"chat_template={_short(chat_template)} must be Jinja, or a path to it.")
+    short = len(chat_template) < _LONGEST_PATH and chat_template.isprintable()
+    if short and os.path.isfile(chat_template):
+        try:
+            return Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"chat_template={_short(chat_template)}: {error}") from None
+    if "{" not in chat_template:
+        raise ValueError(
+            f"chat_template={_short(chat_template)} is neither a file nor Jinja with variables in "
+            "braces; check the path."
+        )
+    return chat_template
+
+
+def tools_of(tools: Any, variables: Mapping[str, Any]) -> list[Mapping]:
+    """Check the argument ``tools`` of a conversation."""
+    if "tools" in variables:
+        raise ValueError("tools and chat_template_kwargs['tools'] are both given; keep tools.")
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+    if not is_list or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(
+            f"tools={_short(tools)} must be a list of dicts, such as [{{'type': 'function', "
+            "'function': {'name': ...}}]."
+        )
+    return list(tools)
 
 
 def variables_of(given: Any) -> dict[str, Any]:
@@ -90,24 +130,23 @@ def variables_of(given: Any) -> dict[str, Any]:
 def rendered(tokenizer: Any, messages: Sequence[Mapping], /, **variables: Any) -> str:
     """Render a conversation; raise ValueError if the chat template refuses the messages."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     except Exception as error:  # Jinja's, or raised by the template
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the chat template refuses the messages: {reason}") from None
-
-
-def encodes(text: str) -> bool:
-    """Return whether UTF-8 can encode a text: it holds no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    if not encodes(text):
+        raise ValueError(
+            "the messages make a prompt with half of a surrogate pair; they must be text that "
+            "UTF-8 can encode."
+        )
+    return text
 
 
 def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> Prompt:
     if isinstance(item, str):
         item = {"prompt": item}
+    elif isinstance(item, Sequence | np.ndarray) and not isinstance(item, bytes):
+        item = {"prompt_token_ids": item}
     if not isinstance(item, Mapping) or not item:
         raise ValueError(f"prompt {index} is {_short(item)}; it must be {_FORMS}.")
     for key in item:

@@ -9,7 +9,7 @@ from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
 from jspec.grammar import automata
 from jspec.util.messages import did_you_mean, shown
-from jspec.util.values import are_whole, is_function, is_whole, listed, plain
+from jspec.util.values import are_whole, encodes, is_function, is_whole, listed, plain
 
 # vLLM's parameters that jspec lacks, with their defaults. Only the defaults are accepted.
 NOT_YET: dict[str, Any] = {
@@ -56,6 +56,7 @@ _CHECKS = (
     ("min_tokens", lambda n: is_whole(n, 0), "a whole number of at least 0"),
     ("allowed_token_ids", lambda ids: ids is None or (ids and are_whole(ids, 0)), _IDS),
     ("bad_words", lambda texts: all(isinstance(t, str) and t.strip() for t in texts), _TEXTS),
+    ("bad_words", lambda texts: all(map(encodes, texts)), "text without halves of surrogate pairs"),
     ("logprobs", _is_count, _COUNT),
     ("prompt_logprobs", _is_count, _COUNT),
     ("logits_processors", lambda calls: all(map(is_function, calls)), _FUNCTIONS),

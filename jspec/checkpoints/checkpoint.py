@@ -8,6 +8,7 @@ raises one error that lists everything that does not fit. An interrupted save le
 whole.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, m
 from jspec.checkpoints.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.util import staging
+from jspec.util.messages import shown
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -40,8 +42,8 @@ def _raw_config(path: PathLike) -> tuple[Path, dict]:
     """Return the file that describes a model, and the config.json in it."""
     if file := gguf_files.find(path):
         return file, _gguf_config(file)
-    file = model_files.locate(path) / "config.json"
-    return file, model_files.read_json(file)
+    directory = model_files.locate(path)
+    return directory / "config.json", model_files.read_config(directory)
 
 
 def _gguf_config(file: Path) -> dict:
@@ -152,13 +154,35 @@ def load_tokenizer(path: PathLike):
             f"{directory} has no tokenizer (none of {', '.join(_VOCABULARIES)}); copy that of the "
             "original model, with tokenizer_config.json, or pass token ids"
         )
+    _check_package(directory)
     try:
-        return _tokenizer_class(directory).from_pretrained(directory)
+        return _tokenizer_class(directory).from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         raise ValueError(
             f"transformers cannot read the tokenizer in {directory}: "
             f"{model_files.first_line(error)}; download or save it again"
         ) from None
+
+
+def _check_package(directory: Path) -> None:
+    """Raise ValueError if the tokenizer is code, or needs a package that is not installed."""
+    file = directory / "tokenizer_config.json"
+    named = model_files.read_json(file).get("auto_map") if file.is_file() else None
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    for name in named if isinstance(named, list) else [named]:
+        module = str(name).rpartition(".")[0]
+        if module and (directory / f"{module}.py").is_file():
+            raise ValueError(
+                f"the tokenizer in {directory} is Python code of the checkpoint ({shown(name)}), "
+                "which jspec never runs; pass tokenizer= with a directory that has a tokenizer.json"
+            )
+    only = (directory / "tokenizer.model").is_file()
+    only = only and not (directory / "tokenizer.json").is_file()
+    if only and importlib.util.find_spec("sentencepiece") is None:
+        raise ValueError(
+            f"{directory} has its tokenizer only as tokenizer.model; install the packages that "
+            "read it: pip install 'jspec-decoding[sentencepiece]'"
+        )
 
 
 def _tokenizer_class(directory: Path):

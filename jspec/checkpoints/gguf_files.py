@@ -104,7 +104,8 @@ def find(path: model_files.PathLike) -> Path | None:
 
 def _only_file(directory: Path, quant: str = "") -> Path | None:
     """Return the one GGUF file of a directory without other weights."""
-    if not quant and any((directory / name).is_file() for name in model_files.READERS):
+    others = any((directory / name).is_file() for name in model_files.READERS)
+    if not quant and (others or any(directory.glob("*.safetensors"))):
         return None
     files = sorted(directory.rglob(f"*{quant}*{_END}") if quant else directory.glob(f"*{_END}"))
     firsts = [file for file in files if not (m := _SPLIT.fullmatch(str(file))) or int(m[2]) == 1]

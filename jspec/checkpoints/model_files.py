@@ -32,6 +32,8 @@ _MOST_NAMES = 100  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 _INDEX_END = ".index.json"
+_ADAPTER = "adapter_config.json"
+_NUMBERED = re.compile(r".*-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 PathLike = str | Path
 Reader = Callable[[Path], dict[str, np.ndarray]]
@@ -80,8 +82,12 @@ def locate_weights(path: PathLike) -> Path:
     files = [file for file in READERS if os.path.isfile(directory / file)]
     if files and not files[0].endswith(_INDEX_END):
         return directory
-    shards = set(_weight_map(directory / files[0]).values()) if files else ("pytorch_model.bin",)
-    return locate(path, tuple(sorted(shards)))
+    if files:
+        return locate(path, tuple(sorted(set(_weight_map(directory / files[0]).values()))))
+    directory = locate(path, ("pytorch_model.bin",))
+    if os.path.isfile(directory / "pytorch_model.bin"):
+        return directory
+    return locate(path, ("*.safetensors",))
 
 
 def first_line(error: Exception) -> str:
@@ -149,12 +155,28 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def read_config(directory: Path) -> dict:
+    """Return the config.json of a model; raise ValueError for an adapter of one."""
+    if not (directory / "config.json").is_file() and (directory / _ADAPTER).is_file():
+        base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
+        raise ValueError(
+            f"{directory} is a LoRA adapter of {shown(base)}, not a model; merge it into that "
+            "model and save the result (merge_and_unload and save_pretrained of peft)"
+        )
+    return read_json(directory / "config.json")
+
+
 def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> dict[str, np.ndarray]:
-    """Return views of every tensor in the first files of ``readers`` that exist."""
+    """Return views of every tensor in the first files of ``readers`` that exist.
+
+    Without any, those of the directory's safetensors files, whatever their names.
+    """
     for file, read in readers.items():
         if os.path.isfile(directory / file):
             sharded = file.endswith(_INDEX_END)
             return _open_shards(directory, file, read) if sharded else read(directory / file)
+    if files := sorted(directory.glob("*.safetensors")):
+        return _open_unnamed(directory, files)
     raise ValueError(
         f"{directory} has none of {', '.join(readers)}; a checkpoint is a directory with "
         "config.json and one of these"
@@ -176,6 +198,28 @@ def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndar
         for name, tensor in read(directory / file).items():
             # A tensor that the index places in another file is unexpected under this name.
             tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor
+    return tensors
+
+
+def _open_unnamed(directory: Path, files: list[Path]) -> dict[str, np.ndarray]:
+    """Return views of the tensors of safetensors files that no index names."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in files:
+        if match := _NUMBERED.fullmatch(file.name):
+            missing = int(match["count"]) - len(files)
+            if missing > 0:
+                raise ValueError(
+                    f"{directory} lacks {missing} of the {int(match['count'])} files that "
+                    f"{file.name} belongs to; download or save it again"
+                )
+        for name, tensor in safetensors_files.read(file).items():
+            if name in tensors:
+                names = ", ".join(printable(each.name) for each in files[:10])
+                raise ValueError(
+                    f"{directory} has several files with a tensor {printable(name)} ({names}); "
+                    "keep the one to load, or add its index"
+                )
+            tensors[name] = tensor
     return tensors
 
 
@@ -220,8 +264,11 @@ def check_fit(
     faults = {"missing": missing, "unexpected": extra, "misshapen": [*misshapen, *wrong]}
     problems = [f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names]
     if problems:
-        head = any(name.split(".")[-2:] == ["fc", "weight"] for name in extra)
-        hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?" if head else ""
+        hint = ""
+        if any(name.split(".")[-2:] == ["fc", "weight"] for name in extra):
+            hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?"
+        if any(name.endswith("attention.wq.weight") for name in extra):
+            hint = ". They have the names of Meta or Mistral; take the Hugging Face files"
         listed = "; ".join(problems)
         raise ValueError(f"the tensors of {source} do not fit its config.json: {listed}{hint}")
 

@@ -47,17 +47,20 @@ class LoadedModel:
     def logits(self, token_ids: Any) -> Array:
         """Return the logits of a plain forward pass, float32 [B, T, V], of token ids [B, T].
 
+        Under ``jax.jit`` ids may be traced; then their values are not checked.
+
         Raises:
           ValueError: ``token_ids`` are not a [B, T] block of ids of the vocabulary, or too long.
         """
-        tokens = np.asarray(token_ids)
+        traced = isinstance(token_ids, jax.core.Tracer)  # its values are not known
+        tokens = token_ids if traced else np.asarray(token_ids)
         if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"token_ids must be whole numbers [B, T], got {tokens.dtype}{list(tokens.shape)}; "
                 "score texts of different lengths one by one."
             )
-        wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
-        if wrong.size:
+        wrong = () if traced else tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+        if len(wrong):
             raise ValueError(
                 f"token_ids hold {wrong[0]}, outside the vocabulary of {self.config.vocab_size}."
             )

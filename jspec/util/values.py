@@ -154,3 +154,12 @@ def check_apart(*outputs: tuple[str, Path | None]) -> None:
                 "name another."
             )
         option_of[target] = option
+
+
+def encodes(text: str) -> bool:
+    """Return whether UTF-8 can encode a text: it holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

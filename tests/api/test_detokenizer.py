@@ -68,14 +68,12 @@ def test_pieces_join_to_the_decoding_of_the_whole(ids):
     assert "".join(pieces(ids)) == bytes(ids).decode("utf-8", errors="replace")
 
 
-def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
-    """Like Llama 2's, the decoder drops the first space of its input."""
-    words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{b:02X}>" for b in "🙂".encode())]
-    tokenizer = Tokenizer(
-        models.BPE(
-            dict(zip(words, range(8), strict=True)), [], unk_token="<unk>", byte_fallback=True
-        )
-    )
+@pytest.fixture(scope="module")
+def byte_tokens():
+    """A tokenizer like Llama 2's: its decoder drops the first space of its input."""
+    words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("\u2581", " "),
@@ -84,18 +82,37 @@ def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
             decoders.Strip(" ", 1, 0),
         ]
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    detokenizer = text.Detokenizer(fast, (1, 2))
-    assert [detokenizer.feed(i) for i in (1, 2, 3, 4, 5, 6, 7, 2)] == [
-        " the",
-        " fox",
-        "s",
-        "",
-        "",
-        "",
-        "🙂",
-        " fox",
-    ]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_byte_tokens_wait_for_the_end_of_their_run(byte_tokens):
+    detokenizer = text.Detokenizer(byte_tokens, (1, 2))
+    ids = (1, 2, 3, *(4 + byte for byte in "🙂".encode()), 2)
+    pieces = [detokenizer.feed(token) for token in ids]
+    assert pieces == [" the", " fox", "s", "", "", "", "", "🙂 fox"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([*"日🙂a".encode(), 0xFF]), max_size=9),
+    st.lists(st.one_of(st.integers(-3, -1), st.sampled_from([*"日🙂a".encode()])), max_size=14),
+)
+def test_pieces_are_what_decoding_all_adds_to_decoding_the_prompt(byte_tokens, prompt, answer):
+    prompt = [1, *(4 + byte for byte in prompt)]
+    answer = [token + 4 for token in answer]  # 1 to 3 are words
+    detokenizer = text.Detokenizer(byte_tokens, prompt)
+    pieces = "".join([*(detokenizer.feed(token) for token in answer), detokenizer.flush()])
+    whole, before = byte_tokens.decode(prompt + answer), byte_tokens.decode(prompt)
+    shared = max(n for n in range(len(before) + 1) if whole.startswith(before[:n]))
+    assert pieces == whole[shared:]
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_a_character_of_the_prompt_is_completed_by_the_answer(byte_tokens, known):
+    first, rest = "日".encode()[:known], "日".encode()[known:]
+    detokenizer = text.Detokenizer(byte_tokens, [1, *(4 + byte for byte in first)])
+    pieces = [detokenizer.feed(4 + byte) for byte in rest] + [detokenizer.feed(2)]
+    assert "".join(pieces) == "日 fox"
 
 
 def first_stop(whole, stops):

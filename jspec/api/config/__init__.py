@@ -10,6 +10,7 @@ from jspec.api.config import checking, custom_class, methods, rules
 from jspec.api.config.keys import (
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
+    ELSEWHERE,
     HYBRID,
     KEYS,
     METHOD_ALIASES,
@@ -25,7 +26,7 @@ from jspec.drafters.trees import tree_settings
 from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import did_you_mean, shown
-from jspec.util.values import is_whole
+from jspec.util.values import is_whole, json_of
 
 _PARTS = "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]"
 _ANY_SIZE = 1 << 30  # vocabulary size for checks before the target is loaded
@@ -105,14 +106,26 @@ class SpeculativeConfig:
         return _class_of(self.method, parallel)(**settings)
 
 
-def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
-    """Check a ``speculative_config``; None means plain decoding.
+def _json_of(given: str) -> Any:
+    try:
+        return json_of(given, unique=True)
+    except ValueError as error:
+        raise ValueError(
+            f"speculative_config={shown(given)} is text, but not JSON ({error}); give a dict, or "
+            """JSON such as '{"method": "ngram", "num_speculative_tokens": 4}'."""
+        ) from None
+
+
+def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
+    """Check a ``speculative_config``, a dict or JSON; None means plain decoding.
 
     Raises:
       ValueError: a key is unknown, or a value is out of range or not supported.
     """
     if given is None:
         return SpeculativeConfig()
+    if isinstance(given, str):
+        given = _json_of(given)
     if not isinstance(given, Mapping):
         raise ValueError(
             f"speculative_config={shown(given)} must be a dict, such as "
@@ -214,7 +227,8 @@ def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len
 
 def _check_standing(name: str, value: Any) -> None:
     if name not in KEYS:
-        raise ValueError(f"speculative_config has no key {shown(name)}{did_you_mean(name, KEYS)}")
+        hint = ELSEWHERE.get(name) or did_you_mean(name, KEYS)
+        raise ValueError(f"speculative_config has no key {shown(name)}{hint}")
     key = KEYS[name]
     if key.standing == "works" or key.is_default(value):
         return

@@ -169,6 +169,55 @@ KEYS = {
     for name, note in notes.items()
 }
 
+
+def _elsewhere(system: str, names: dict[str, str]) -> dict[str, str]:
+    return {old: f"; {system} called it so, here it is {new!r}" for old, new in names.items()}
+
+
+# Keys of other engines and of older versions, and what they are here.
+ELSEWHERE = {
+    **_elsewhere(
+        "vLLM before 0.10",
+        {
+            "speculative_model": "model",
+            "speculative_max_model_len": "max_model_len",
+            "speculative_model_quantization": "quantization",
+            "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+            "speculative_disable_by_batch_size": "num_speculative_tokens_per_batch_size",
+            "ngram_prompt_lookup_max": "prompt_lookup_max",
+            "ngram_prompt_lookup_min": "prompt_lookup_min",
+            "spec_decoding_acceptance_method": "rejection_sample_method",
+        },
+    ),
+    **_elsewhere(
+        "SGLang",
+        {
+            "speculative_algorithm": "method",
+            "speculative_draft_model_path": "model",
+            "speculative_num_steps": "num_speculative_tokens",
+            "speculative_eagle_topk": "tree_top_k",
+            "speculative_num_draft_tokens": "tree_size",
+        },
+    ),
+    **_elsewhere(
+        "TensorRT-LLM",
+        {
+            "decoding_type": "method",
+            "max_draft_len": "num_speculative_tokens",
+            "speculative_model_dir": "model",
+        },
+    ),
+    **_elsewhere(
+        "transformers",
+        {
+            "assistant_model": "model",
+            "num_assistant_tokens": "num_speculative_tokens",
+            "prompt_lookup_num_tokens": "num_speculative_tokens",
+            "max_matching_ngram_size": "prompt_lookup_max",
+        },
+    ),
+}
+
 HYBRID = "hybrid"  # made of two other methods
 CUSTOM_CLASS = "custom_class"  # no entry of ``jspec.drafters.METHODS``
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"

@@ -24,6 +24,9 @@ _OPTIONAL = {
     "yarn": ("factor", _ORIGINAL, *_YARN),
     "longrope": ("factor", _ORIGINAL, "attention_factor"),
 }
+# Keys that transformers does not read, and the values that have no effect elsewhere.
+_UNREAD = {"finetuned": (True, False), "attn_factor": (1,), "extrapolation_factor": (1,)}
+_ALIASES = {"su": "longrope"}  # the first name, of Phi-3
 _DEFAULT_THETA = 10000.0
 
 
@@ -46,6 +49,9 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     given = merged(raw)
     given.pop("partial_rotary_factor", None)
     kind = given.pop("rope_type")
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    for key in [key for key, values in _UNREAD.items() if given.get(key) in values]:
+        del given[key]
     theta = positive("rope_theta", given.pop("rope_theta"))
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"rope_type {shown(kind)} is not supported; known: {', '.join(KINDS)}")

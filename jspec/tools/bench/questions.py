@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jspec.api.llm import LLM
-from jspec.api.prompts import encodes, rendered
+from jspec.api.prompts import rendered
 from jspec.api.sampling_params import SamplingParams
 from jspec.util.messages import shown
-from jspec.util.values import json_of
+from jspec.util.values import encodes, json_of
 
 _JSON = (".json", ".jsonl")
 _SYSTEM, _USER = ("system", "developer"), ("user", "human")  # roles in public files

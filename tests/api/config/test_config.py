@@ -445,7 +445,7 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("ngram", "speculative_config='ngram' must be a dict, such as {'method'"),
+        ("ngram", "speculative_config='ngram' is text, but not JSON"),
         ({}, f"speculative_config needs a 'method' ({WORKING}) or a 'model'."),
         (
             {"num_speculative_tokens": 4},

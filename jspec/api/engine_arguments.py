@@ -1,0 +1,67 @@
+"""Arguments of vLLM's ``LLM`` that jspec has no use for.
+
+Values without an effect are accepted, so that programs written for vLLM run. All others raise.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jspec.util.messages import did_you_mean, shown
+
+_OFF = (None, False)
+_NONE = (None,)
+# The values without an effect, and why others are refused.
+_NEUTRAL: dict[str, tuple[tuple, str]] = {
+    "trust_remote_code": (_OFF, "jspec never runs the code of a checkpoint"),
+    "quantization": (_NONE, "weights are not quantised"),
+    "enforce_eager": (_OFF, "everything is compiled"),
+    "load_format": ((None, "auto", "safetensors", "gguf"), "the files decide how they are read"),
+    "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),
+    "skip_tokenizer_init": (_OFF, "pass token ids and SamplingParams(detokenize=False)"),
+    "tensor_parallel_size": ((None, 1), "there is one device"),
+    "pipeline_parallel_size": ((None, 1), "there is one device"),
+    "data_parallel_size": ((None, 1), "there is one device"),
+    "distributed_executor_backend": (_NONE, "there is one process"),
+    "enable_prefix_caching": (_OFF, "there is no prefix cache"),
+    "enable_chunked_prefill": (_OFF, "prompts are read whole"),
+    "max_num_batched_tokens": (_NONE, "max_num_seqs limits a batch"),
+    "block_size": (_NONE, "the KV cache has no pages"),
+    "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the activations"),
+    "gpu_memory_utilization": ((None, 0.9, 0.92), "memory is allocated as it is needed"),
+    "swap_space": ((None, 0, 4), "nothing is swapped"),
+    "cpu_offload_gb": ((None, 0), "nothing is offloaded"),
+    "revision": (_NONE, "fetch that revision and give its directory"),
+    "tokenizer_revision": (_NONE, "fetch that revision and give its directory"),
+    "code_revision": (_NONE, "jspec never runs the code of a checkpoint"),
+    "hf_token": (_NONE, "log in with `hf auth login`"),
+    "hf_overrides": ((None, {}), "edit config.json"),
+    "compilation_config": (_NONE, "set XLA_FLAGS"),
+    "async_scheduling": (_OFF, "there is no scheduler"),
+    "enable_lora": (_OFF, "merge the adapter into the model"),
+    "disable_log_stats": ((None, True, False), ""),
+    "disable_custom_all_reduce": ((None, True, False), ""),
+    "task": ((None, "auto", "generate"), "jspec generates text"),
+    "runner": ((None, "auto", "generate"), "jspec generates text"),
+    "convert": ((None, "auto", "none"), "jspec generates text"),
+    "mm_processor_kwargs": (_NONE, "prompts are text"),
+    "limit_mm_per_prompt": ((None, {}), "prompts are text"),
+    "pooler_config": (_NONE, "jspec generates text"),
+}
+
+
+def check(owner: str, given: Mapping[str, Any], known: Callable[..., Any]) -> None:
+    """Check the arguments that ``known`` does not have.
+
+    Raises:
+      ValueError: an argument is unknown, or is vLLM's and has an effect.
+    """
+    names = inspect.signature(known).parameters
+    for name, value in given.items():
+        values, reason = _NEUTRAL.get(name, ((), ""))
+        if any(type(value) is type(each) and value == each for each in values):
+            continue
+        if name in _NEUTRAL:
+            raise ValueError(f"{owner}: {name}={shown(value)} is not supported: {reason}.")
+        guess = did_you_mean(name, [*names, *_NEUTRAL]) or "; leave it out."
+        raise ValueError(f"{owner} has no {shown(name)}{guess}")
