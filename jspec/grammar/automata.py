@@ -21,7 +21,8 @@ from jspec.util.messages import shown
 
 KINDS = ("json", "regex", "choice", "json_object")
 # Ends every text, so that no text matches before its end. Otherwise outlines-core's index drops
-# paths between a match and a longer match.
+# paths between a match and a longer match. It begins every text too: the library also builds the
+# automaton of a search, in which a match may begin at every quote inside a string.
 _END = b"\x00"
 _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
@@ -87,9 +88,9 @@ def _literally(text: str) -> str:
 
 def _of_schema(schema: str | Mapping) -> str:
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        schemas.check(text)
-        pattern = _pattern_of_schema(_encodable(text))
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        schemas.check(parsed)
+        pattern = _pattern_of_schema(_encodable(json.dumps(schemas.spelled(parsed))))
         if pattern in ("", "()"):
             raise ValueError("it allows nothing")
         return pattern
@@ -133,9 +134,9 @@ def _run(script: str, stdin: bytes) -> bytes:
         return b""
 
 
-# Some short patterns have huge automata. So a child process builds them within bounds: first over
-# single bytes, which is fast, then over the tokens. It prints a line of JSON, then uint32 arrays:
-# the number of transitions of each state, their tokens, and their next states.
+# Some short patterns have huge automata. So a child process builds them within bounds, over single
+# bytes. It prints a line of JSON, then uint32 arrays: the number of transitions of each state,
+# their bytes, and their next states.
 _COMPILER = """
 import json, sys
 from array import array
@@ -147,19 +148,13 @@ except ImportError:
     pass
 from outlines_core import Index, Vocabulary
 
-def over(words, eos):
-    return Index(task["pattern"], Vocabulary(eos, words))
-
 try:
-    states = len(over({bytes([byte]): [byte] for byte in range(256)}, 256).get_transitions())
-    if states > task["most_states"]:
-        sys.exit(print(json.dumps({"states": states})))
-    index = over({text.encode("latin-1"): ids for text, ids in task["words"]}, task["eos"])
+    index = Index(task["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
 except ValueError as error:
     sys.exit(print(json.dumps({"error": " ".join(str(error).split())[:300]})))
 rows = index.get_transitions()
-if sum(map(len, rows.values())) > task["most_transitions"]:
-    sys.exit(print(json.dumps({"transitions": sum(map(len, rows.values()))})))
+if len(rows) > task["most_states"]:
+    sys.exit(print(json.dumps({"states": len(rows)})))
 print(json.dumps({"start": index.get_initial_state(), "states": list(rows),
                   "final": list(index.get_final_states())}), flush=True)
 for part in (map(len, rows.values()), (x for row in rows.values() for x in row),
@@ -168,26 +163,47 @@ for part in (map(len, rows.values()), (x for row in rows.values() for x in row),
 """
 _SECONDS, _MEMORY = 60, 6 << 30
 _MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
+_CHUNK = 1 << 22  # pairs of a state and a token that are walked together
+_DEAD = -1
 
 
-def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[dict, np.ndarray]:
-    """Return the automaton of a pattern over tokens, in the format of ``_COMPILER``."""
-    task = {"pattern": pattern, "eos": eos, "memory": _MEMORY, "most_states": _MOST_STATES}
-    task["most_transitions"] = _MOST_TRANSITIONS
-    task["words"] = [(text.decode("latin-1"), ids) for text, ids in words.items()]
+def _over_bytes(pattern: str) -> tuple[np.ndarray, int]:
+    """Return the automaton of a pattern over bytes, int32 [S, 256] next states, and its start.
+
+    ``_DEAD`` is no next state. The byte ``_END`` leads from complete texts to ``S``.
+    """
+    ended = f"{_END.decode()}(?:{pattern}){_END.decode()}"
+    task = {"pattern": ended, "memory": _MEMORY, "most_states": _MOST_STATES}
     line, _, arrays = _run(_COMPILER, json.dumps(task).encode()).partition(b"\n")
     header = json.loads(line) if line else {}
     if "error" in header:
         raise ValueError(f"structured_outputs cannot be compiled: {header['error']}")
     if "start" not in header:
-        counted = [f"{count} {what}" for what, count in header.items()]
-        raise ValueError(
-            "structured_outputs cannot be compiled: its automaton has "
-            f"{counted[0] if counted else 'more than memory or time allow'}, and may have at most "
-            f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound repetitions, or "
-            "simplify the pattern."
+        raise _too_large(
+            f"{header['states']} states" if header else "more than memory or time allow"
         )
-    return header, np.frombuffer(arrays, np.uint32)
+    states = np.array(header["states"], np.int64)
+    numbers = np.frombuffer(arrays, np.uint32)
+    counts, (read, following) = numbers[: len(states)], numbers[len(states) :].reshape(2, -1)
+    final = np.array(header["final"], np.int64)
+    known = np.sort(states[~np.isin(states, final)])
+    number = lambda ids: np.where(np.isin(ids, final), len(known), np.searchsorted(known, ids))
+    owner = np.repeat(states, counts)
+    inner = ~np.isin(owner, final) & (read < 256)
+    table = np.full((len(known), 256), _DEAD, np.int32)
+    table[number(owner[inner]), read[inner]] = number(following[inner])
+    start = int(table[number(np.array([header["start"]]))[0], _END[0]])
+    # Elsewhere than at the ends, the pattern's "." and "[^a]" match NUL too.
+    table[:, _END[0]] = np.where(table[:, _END[0]] == len(known), len(known), _DEAD)
+    return table, start
+
+
+def _too_large(counted: str) -> ValueError:
+    return ValueError(
+        f"structured_outputs cannot be compiled: its automaton has {counted}, and may have at most "
+        f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound repetitions, or "
+        "simplify the pattern."
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,47 +223,130 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
             "stop_token_ids."
         )
     spelled = token_bytes(tokenizer, vocab_size, ends)
-    spelled = {text: ids for text, ids in spelled.items() if _END not in text}
-    complete, eos = vocab_size, vocab_size + 1  # unused ids
-    header, arrays = _index(f"(?:{pattern}){_END.decode()}", spelled | {_END: [complete]}, eos)
-    return _over_tokens(header, arrays, complete, np.array(sorted(ends)), vocab_size)
+    words = _Words.of({text: ids for text, ids in spelled.items() if _END not in text})
+    table, start = _over_bytes(pattern)
+    closes = table[:, _END[0]] == len(table)
+    owner, tokens, following = _transitions(table, start, words)
+    live = _leading_to(closes, owner, following)
+    if not live[start]:
+        raise ValueError(
+            "structured_outputs cannot be compiled: no tokens of the vocabulary spell a text that "
+            "matches."
+        )
+    kept = live[owner] & live[following]
+    edges = owner[kept], tokens[kept], following[kept]
+    return _numbered(*edges, live, closes & live, start, np.array(sorted(ends)), vocab_size)
 
 
-def _over_tokens(
-    header: dict, arrays: np.ndarray, complete: int, ends: np.ndarray, vocab_size: int
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """Byte strings of the vocabulary, W of them: padded uint8 [W, L], lengths, and their ids."""
+
+    padded: np.ndarray
+    lengths: np.ndarray
+    ids: list[list[int]]
+
+    @classmethod
+    def of(cls, spelled: Mapping[bytes, list[int]]) -> "_Words":
+        texts = sorted(spelled)
+        lengths = np.array([len(text) for text in texts], np.int64)
+        padded = np.zeros((len(texts), lengths.max(initial=1)), np.uint8)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = np.frombuffer(text, np.uint8)
+        return cls(padded, lengths, [spelled[text] for text in texts])
+
+
+def _transitions(
+    table: np.ndarray, start: int, words: _Words
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (state, token, next state) of every token in every state that tokens reach."""
+    reached, frontier = np.zeros(len(table) + 1, bool), np.array([start])
+    reached[start] = True
+    parts, total = [], 0
+    while len(frontier):
+        chunk, rest = np.split(frontier, [max(_CHUNK // len(words.lengths), 1)])
+        owner, word, following = _walk(table, chunk, words)
+        parts.append((owner, word, following))
+        total += len(owner)
+        if total > _MOST_TRANSITIONS:
+            raise _too_large(f"more than {_MOST_TRANSITIONS} transitions")
+        new = np.unique(following)
+        new = new[~reached[new]]
+        reached[new] = True
+        frontier = np.append(rest, new)
+    owner, word, following = (np.concatenate(part) for part in zip(*parts, strict=True))
+    counts = np.array([len(ids) for ids in words.ids])[word]
+    tokens = np.array([id for ids in words.ids for id in ids])
+    offsets = np.cumsum([0, *map(len, words.ids)])[word]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    spread = lambda values: np.repeat(values, counts)
+    return spread(owner), tokens[spread(offsets) + within], spread(following)
+
+
+def _walk(
+    table: np.ndarray, states: np.ndarray, words: _Words
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (state, word, next state) of the words that each of ``states`` can read whole."""
+    owner = np.repeat(states, len(words.lengths))
+    word = np.tile(np.arange(len(words.lengths)), len(states))
+    now, results = owner, []
+    for position in range(words.padded.shape[1]):
+        now = table[now, words.padded[word, position]]
+        alive = now != _DEAD
+        owner, word, now = owner[alive], word[alive], now[alive]
+        ends = words.lengths[word] == position + 1
+        results.append((owner[ends], word[ends], now[ends]))
+        owner, word, now = owner[~ends], word[~ends], now[~ends]
+        if not len(owner):
+            break
+    return tuple(np.concatenate(part) for part in zip(*results, strict=True))
+
+
+def _leading_to(closes: np.ndarray, owner: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """Return the states from which tokens lead to one that closes: bool [S]."""
+    edges = np.divmod(np.unique(owner.astype(np.int64) * len(closes) + following), len(closes))
+    live = closes.copy()
+    while True:
+        more = live.copy()
+        more[edges[0][live[edges[1]]]] = True
+        if (more == live).all():
+            return live
+        live = more
+
+
+def _numbered(
+    owner: np.ndarray,
+    tokens: np.ndarray,
+    following: np.ndarray,
+    live: np.ndarray,
+    closes: np.ndarray,
+    start: int,
+    ends: np.ndarray,
+    vocab_size: int,
 ) -> Grammar:
-    """Return the grammar of the output of ``_COMPILER``, with states numbered from 0.
+    """Return the grammar of transitions between live states, which are numbered from 0.
 
-    A text is complete if ``complete`` leads to a final state. Elsewhere ``complete`` is a NUL
-    inside the text, which ``.`` and ``[^a]`` match.
+    The last state is that after the end, for requests that ignore end tokens.
     """
-    states = np.array(header["states"], np.int64)
-    counts, (tokens, following) = arrays[: len(states)], arrays[len(states) :].reshape(2, -1)
-    owner = np.repeat(states, counts)
-    final = np.array(header["final"], np.int64)
-    number = np.sort(states[~np.isin(states, final)])
-    end_state = len(number)
-    closes = owner[(tokens == complete) & np.isin(following, final)]
-    closes = np.searchsorted(number, np.unique(closes[~np.isin(closes, final)]))
-    inner = (tokens < complete) & ~np.isin(owner, final)
-    closes = np.append(closes, end_state)  # for requests that ignore end tokens
-    to_end = np.full(len(ends) * len(closes), end_state)
+    number = np.cumsum(live) - 1
+    end_state = int(live.sum())
+    closing = np.append(number[closes], end_state)
+    to_end = np.full(len(ends) * len(closing), end_state)
     parts = (
-        np.append(np.searchsorted(number, owner[inner]), np.repeat(closes, len(ends))),
-        np.append(tokens[inner], np.tile(ends, len(closes))),
-        np.append(np.searchsorted(number, following[inner]), to_end),
+        np.append(number[owner], np.repeat(closing, len(ends))),
+        np.append(tokens, np.tile(ends, len(closing))),
+        np.append(number[following], to_end),
     )
     order = np.lexsort(parts[1::-1])
     owner, tokens, following = (part[order].astype(np.int32) for part in parts)
     first = np.searchsorted(owner, np.arange(end_state + 2)).astype(np.int32)
     forbids = 2 * np.diff(first) > vocab_size
-    start = int(np.searchsorted(number, header["start"]))
     vocabulary = np.arange(vocab_size, dtype=np.int32)
     listed = tuple(
-        vocabulary[~np.isin(vocabulary, allowed)] if most else allowed
+        np.delete(vocabulary, allowed) if most else allowed
         for allowed, most in zip(np.split(tokens, first[1:-1]), forbids, strict=True)
     )
-    return Grammar(first, tokens, following, start, listed, forbids)
+    return Grammar(first, tokens, following, int(number[start]), listed, forbids)
 
 
 def token_bytes(

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jspec.grammar import patterns
+
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"}
 _ANNOTATIONS |= {"deprecated", "description", "discriminator", "examples", "readOnly", "title"}
 _ANNOTATIONS |= {"writeOnly"}
@@ -38,7 +40,62 @@ def check(schema: str | Mapping) -> None:
 
     ``oneOf`` is treated as ``anyOf``: a text may match a second branch.
     """
-    _check(json.loads(schema) if isinstance(schema, str) else schema, "the schema", 0)
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    _check(schema, "the schema", 0)
+    if isinstance(schema, Mapping):
+        _check_references(schema, schema, ())
+
+
+def spelled(schema: Any) -> Any:
+    """Return a checked schema whose patterns and names of properties are those of JSON texts.
+
+    ``outlines-core`` writes names as they are, and takes patterns for those of the spelling.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    spell = lambda name: json.dumps(name, ensure_ascii=False)[1:-1]
+    result = dict(schema)
+    for name, value in schema.items():
+        if name == "pattern":
+            result[name] = f"^(?:{patterns.spelled(value)})$"
+        elif name == "properties":
+            result[name] = {spell(key): spelled(part) for key, part in value.items()}
+        elif name == "required":
+            result[name] = [spell(key) for key in value]
+        elif name in ("$defs", "definitions") and isinstance(value, Mapping):
+            result[name] = {key: spelled(part) for key, part in value.items()}
+        elif name in ("items", "additionalProperties"):
+            result[name] = spelled(value)
+        elif name in ("allOf", "anyOf", "oneOf", "prefixItems"):
+            result[name] = [spelled(part) for part in value]
+    return result
+
+
+def _check_references(schema: Mapping, root: Mapping, open_references: tuple[str, ...]) -> None:
+    """Raise ValueError if a schema contains itself: its texts have no greatest depth."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference in open_references:
+            raise ValueError(
+                f"it contains itself by $ref {reference!r}, so its texts have no greatest depth; "
+                "write out as many levels as they may have"
+            )
+        inner = _at(root, reference)
+        if isinstance(inner, Mapping):
+            _check_references(inner, root, (*open_references, reference))
+    definitions = {"$defs": None, "definitions": None}  # reached by references alone
+    for _, part in _parts({**schema, **definitions}):
+        if isinstance(part, Mapping):
+            _check_references(part, root, open_references)
+
+
+def _at(root: Mapping, reference: str) -> Any:
+    """Return what a local reference such as ``#/$defs/name`` points to, or None."""
+    node: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(step) if isinstance(node, Mapping) else None
+    return node if reference.startswith("#") else None
 
 
 def _check(schema: Any, where: str, depth: int) -> None:
