@@ -233,8 +233,8 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
             "structured_outputs cannot be compiled: no tokens of the vocabulary spell a text that "
             "matches."
         )
-    kept = live[owner] & live[following]
-    edges = owner[kept], tokens[kept], following[kept]
+    both = live[owner] & live[following]
+    edges = owner[both], tokens[both], following[both]
     return _numbered(*edges, live, closes & live, start, np.array(sorted(ends)), vocab_size)
 
 
