@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -40,6 +41,8 @@ Settings = SamplingParams | Sequence[SamplingParams] | None
 
 class LLM:
     """A target and its drafter, loaded to continue prompts.
+
+    Several threads may use it; their generations take turns on the device.
 
     Args:
       model: the target: a local directory, a hub id, or a model that ``jspec.load`` returned.
@@ -107,6 +110,7 @@ class LLM:
         self._model, self._plan, self._params = build.model, build.plan, build.params
         size = self._plan.target.vocab_size
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
+        self._lock = threading.Lock()  # of the shared state and the counts
         self._shared = init_shared(self._plan)
         self._costs = CostTable()
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
@@ -218,14 +222,15 @@ class LLM:
         costs. Other arguments and errors are those of ``generate``.
         """
         batch = self._resolve(prompt, sampling_params)
-        begin = perf_counter()
-        state = self._plan, self._params, self._shared, self._costs.price
         tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
         model = str(self._model.path)
-        result, counts, self._shared = run(batch, *state, tokenizer=tokenizer, model=model)
-        self._seconds += perf_counter() - begin
-        self._counts += counts
-        self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
+        with self._lock:
+            begin = perf_counter()
+            state = self._plan, self._params, self._shared, self._costs.price
+            result, counts, self._shared = run(batch, *state, tokenizer=tokenizer, model=model)
+            self._seconds += perf_counter() - begin
+            self._counts += counts
+            self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         return result
 
     def get_metrics(self) -> list[metrics.Metric]:
@@ -239,12 +244,15 @@ class LLM:
 
     def save_shared(self, path: str | os.PathLike) -> None:
         """Write the state that the drafter gathered from requests, such as past responses."""
-        shared_file.save(path, self._shared)
+        with self._lock:
+            shared_file.save(path, self._shared)
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
         """Replace the drafter's state by that of a file of ``save_shared``; None empties it."""
         fresh = init_shared(self._plan)
-        self._shared = fresh if path is None else shared_file.load(path, fresh)
+        loaded = fresh if path is None else shared_file.load(path, fresh)
+        with self._lock:
+            self._shared = loaded
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer; raise ValueError if there is none."""
@@ -265,23 +273,24 @@ class LLM:
             check_prompt(index, item.token_ids, vocab_size)  # before the tokenizer reads it
             requests.check_logprobs(params, self._logprobs_mode, self._max_logprobs, vocab_size)
         tokenizer = self._tokenizer_of_text() if any(each.has_text for each in settings) else None
-        resolved = [
-            requests.resolve(
-                number,
-                item,
-                params,
-                room=self.max_model_len - len(item.token_ids),
-                seed=self._seed,
-                eos=self._eos_token_ids,
-                tokenizer=tokenizer if params.has_text else None,
-                vocab_size=vocab_size,
-            )
-            for number, (item, params) in enumerate(
-                zip(items, settings, strict=True), self._num_requests
-            )
-        ]
-        check_fit([request.sequences[0] for request in resolved], self._plan.target)
-        self._num_requests += len(resolved)
+        with self._lock:  # a bad request takes no number, on which the noise of others depends
+            resolved = [
+                requests.resolve(
+                    number,
+                    item,
+                    params,
+                    room=self.max_model_len - len(item.token_ids),
+                    seed=self._seed,
+                    eos=self._eos_token_ids,
+                    tokenizer=tokenizer if params.has_text else None,
+                    vocab_size=vocab_size,
+                )
+                for number, (item, params) in enumerate(
+                    zip(items, settings, strict=True), self._num_requests
+                )
+            ]
+            check_fit([request.sequences[0] for request in resolved], self._plan.target)
+            self._num_requests += len(resolved)
         return resolved
 
     def _tokenizer_of_text(self) -> Any:
@@ -323,7 +332,8 @@ class LLM:
         for part in parts:
             group = [work[index] for index in part]
             yield from self._run_group(plan, group, rounds, filters=filters, scoring=scoring)
-        self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
+        with self._lock:
+            self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
 
     def _run_group(
         self, plan: Plan, group: list[tuple], rounds: int | None, **options: Any
@@ -333,22 +343,26 @@ class LLM:
         batch = start(plan, self._params, sequences, **options)
         any_stopped = False
         while not all(transcript.finish_reason for transcript in transcripts):
-            # Another stream may have run since the last slice, so the shared state is read anew.
-            batch = batch.replace(shared=self._shared)
-            batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
-            batch = advance(plan, self._params, batch, rounds)
-            self._shared = batch.shared
+            # Another stream or thread may have run since the last slice, so the shared state, which
+            # every slice donates, is read anew.
+            with self._lock:
+                batch = batch.replace(shared=self._shared)
+                batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
+                batch = advance(plan, self._params, batch, rounds)
+                self._shared = batch.shared
             answers = enumerate(zip(transcripts, read(batch), strict=True))
             stopped = [index for index, (transcript, answer) in answers if transcript.read(answer)]
             if stopped:
                 batch, any_stopped = cancel(batch, stopped), True
-            self._seconds += perf_counter() - begin
+            with self._lock:
+                self._seconds += perf_counter() - begin
             yield dict.fromkeys(owners)
             begin = perf_counter()  # the reader of a stream may have taken its time
-        if any_stopped:
-            self._shared = on_finished(plan, self._shared, batch.state)
-        for transcript in transcripts:
-            self._counts += metrics.Counts.of(transcript.answer)
+        with self._lock:
+            if any_stopped:
+                self._shared = on_finished(plan, self._shared, batch.state)
+            for transcript in transcripts:
+                self._counts += metrics.Counts.of(transcript.answer)
 
     def _recording_plan(self, batch: list[GenerationRequest]) -> Plan:
         """Return a plan that records every round, if detailed stats or stop strings need it."""

@@ -1,5 +1,6 @@
 """``LLM``: prompts in, texts out, with vLLM's names and fields."""
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -502,3 +503,18 @@ def test_a_drafter_takes_the_dtype_of_a_loaded_target(root, dtype):
     assert build_plan(target, settings).params.drafter.embedding.dtype == dtype
     other = build_plan(target, settings, dtype="float16")
     assert other.params.drafter.embedding.dtype == "float16"
+
+
+@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+def test_threads_that_share_a_model_get_their_texts(root, method):
+    llm = jspec.LLM(llm_fixtures.loaded(root)["target"], {"method": method})
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    prompts = ["def add(", "the quick brown fox jumps over the lazy dog " * 3]
+    expected = [llm.generate(prompt, greedy)[0].outputs[0].text for prompt in prompts]
+
+    def repeat(prompt):
+        return {llm.generate(prompt, greedy)[0].outputs[0].text for _ in range(6)}
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(repeat, prompts * 2))
+    assert texts == [{text} for text in expected * 2]
