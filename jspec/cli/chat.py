@@ -1,6 +1,7 @@
 """``jspec chat``: a conversation in the terminal, or with messages from a pipe."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator
 from time import perf_counter
@@ -164,18 +165,17 @@ class Chat:
 
     def _answer(self, message: str) -> None:
         self.turns.append({"role": "user", "content": message})
-        try:
-            prompt = self._prompt()
-        except ValueError:
-            self.turns.pop()
-            raise
-        begin = perf_counter()
         request = None
         try:
+            prompt = self._prompt()
+            begin = perf_counter()
             for request in self._stream(prompt):
                 self._last = _Answer(request, perf_counter() - begin)
         except KeyboardInterrupt:
             self._notes.print("\nStopped.")
+        except ValueError:  # the message is not part of the conversation
+            self.turns.pop()
+            raise
         text = request.outputs[0].text if request is not None else ""
         self.turns.append({"role": "assistant", "content": text})
 
@@ -186,8 +186,8 @@ class Chat:
         dropped = 0
         while True:
             messages = [*self._start, *self.turns[dropped:]]
-            text = self._llm.chat_prompts(messages)[0]
-            tokens = len(self._llm.get_tokenizer().encode(text["prompt"], add_special_tokens=False))
+            prompt = self._llm.chat_prompts(messages)[0]
+            tokens = len(prompt["prompt_token_ids"])
             if tokens + room <= limit:
                 break
             if len(self.turns) - dropped == 1:
@@ -199,7 +199,7 @@ class Chat:
         if dropped:
             self.turns = self.turns[dropped:]
             self._notes.print(f"The conversation is too long: forgot {dropped} oldest messages.")
-        return text
+        return prompt
 
     def _stream(self, prompt: dict[str, Any]) -> Iterator["RequestOutput"]:
         """Yield the answer as it grows, after printing what is new."""
@@ -209,7 +209,7 @@ class Chat:
         with options.busy("compiling and reading"):
             running = self._llm.stream(prompt, self._params)
             first = next(running)
-        for request in _chain(first, running):
+        for request in itertools.chain([first], running):
             output = request.outputs[0]
             if self._interactive:
                 text = show.colored(tokenizer, request.prompt_token_ids, output)
@@ -230,11 +230,6 @@ class Chat:
         self._notes.print(show.stats_table(output, self._last.seconds))
         speed = len(output.token_ids) / self._last.seconds
         self._notes.print(f"tokens/s  {speed:.1f}")
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def _config_of(words: str) -> dict[str, Any] | None:
