@@ -62,6 +62,12 @@ SHAPES = {
             num_kv_heads=2, head_dim=64, max_positions=1024, tie_embeddings=True,
         ), draft_vocab_size=4096, batch=4, length=512,
     ),
+    "smollm2": Shape(  # SmolLM2-135M
+        DecoderConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+            num_kv_heads=3, head_dim=64, max_positions=8192, tie_embeddings=True,
+        ), draft_vocab_size=8192, batch=4, length=512,
+    ),
     "1b": Shape(  # Llama 3.2 1B
         DecoderConfig(
             vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16,

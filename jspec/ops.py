@@ -135,19 +135,25 @@ def attention(
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
     kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k)
 
-    def run(*arrays: Array, **blocks: int) -> Array:
-        options = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
-        return kernel.tree_attention(*arrays, **options, **blocks)
-
-    arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length)
+    options = dict(scale=scale, window=window, soft_cap=soft_cap)
+    run = functools.partial(kernel.tree_attention, **options)
+    arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions)
     if kernel is not reference or cache_k is None:
         return run(*arrays)
     rows, slots = q.shape[0] * q.shape[1] * q.shape[2], cache_k.shape[2]
-    block = reference.accelerator_block(slots, rows)
-    if block >= slots and reference.cpu_block(slots) >= slots:
+    block, group = reference.accelerator_block(slots, rows), reference.cpu_group(cache_k)
+    if group == len(q) and block >= slots and reference.cpu_block(slots) >= slots:
         return run(*arrays)  # one program for every device: half as much to trace
+    on_cpu = run if group == len(q) else functools.partial(_by_groups, run, group)
     on_accelerator = functools.partial(run, block=block)
-    return lax.platform_dependent(*arrays, cpu=run, default=on_accelerator)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_accelerator)
+
+
+def _by_groups(run: Callable[..., Array], size: int, *arrays: Array | None) -> Array:
+    """Run over ``size`` sequences at a time: as a whole they are larger than a CPU's caches."""
+    split = lambda x: x.reshape(-1, size, *x.shape[1:])
+    out = lax.map(lambda group: run(*group), jax.tree.map(split, arrays))
+    return out.reshape(-1, *out.shape[2:])
 
 
 def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):

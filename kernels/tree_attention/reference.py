@@ -16,6 +16,9 @@ Array = jax.Array
 # A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
 # That is faster for a short cache, and for any cache that is half full, if the scores are small.
 WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
+# XLA's CPU matmul over the keys of 64 sequences, of 26 MB, takes 17 ms. Over those of 32 it takes 1,
+# and over 4 at a time of the 64 it takes 3.
+WHOLE_BYTES, GROUP_BYTES = 2**24, 2**21
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
@@ -33,10 +36,10 @@ def tree_attention(
     cache_k: Array | None,
     cache_v: Array | None,
     length: Array,
+    positions: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
-    positions: Array | None = None,
     soft_cap: float | None = None,
     block: int | None = None,
 ) -> Array:
@@ -54,10 +57,10 @@ def tree_attention(
       cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
       cache_v: their values.
       length: committed slots of each row, int32 [B].
+      positions: positions of the queries, int32 [B, N]; needed with ``window``.
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
         apply the window to the tree.
-      positions: positions of the queries, int32 [B, N]; needed with ``window``.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
       block: slots of the prefix at a time; None for the best choice on a CPU.
 
@@ -93,6 +96,16 @@ def tree_attention(
 def cpu_block(slots: int) -> int:
     """Return the slots at a time: short blocks follow the length, long ones save loop steps."""
     return slots if slots <= WHOLE else max(64, slots // 32)
+
+
+def cpu_group(keys: Array) -> int:
+    """Return the sequences at a time: all, unless their keys [B, Hkv, S, D] are too large."""
+    size, each = len(keys), keys[0].size * keys.dtype.itemsize
+    if size * each <= WHOLE_BYTES:
+        return size
+    while size % 2 == 0 and size * each > GROUP_BYTES:
+        size //= 2
+    return size
 
 
 def accelerator_block(slots: int, rows: int) -> int:
