@@ -19,7 +19,7 @@ from jspec.models.heads.network import embed
 from training.batches import Batch
 from training.data.features import TaughtBatch
 from training.task import Frozen
-from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states
+from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states, totals_of
 
 TARGET = DecoderConfig(
     vocab_size=40,
@@ -292,19 +292,25 @@ def test_what_cannot_be_trained_is_refused():
         EagleTask(head_config(3), TARGET, Recipe(unroll=1, feature_weight=1.0))
 
 
-@pytest.mark.parametrize("generation", [1, 3])
-def test_features_computed_before_give_the_same_loss(generation, target, batch):
-    config, frozen = head_config(generation), Frozen(target)
+@pytest.mark.parametrize("loss", ["ce", "overlap"])
+@pytest.mark.parametrize("generation, known", [(1, None), (3, None), (3, 20)])
+def test_features_computed_before_give_the_same_loss(generation, known, loss, target, batch):
+    vocabulary = None if known is None else jnp.arange(known, dtype=jnp.int32) * 2
+    config = head_config(generation, TARGET.vocab_size if known is None else known)
+    frozen = Frozen(target, draft_to_target=vocabulary)
     params = loud_head(config, frozen)
-    task = EagleTask(config, TARGET, Recipe(unroll=2), compute="float32")
+    task = EagleTask(config, TARGET, Recipe(unroll=2, loss=loss), compute="float32")
     captured, normed = target_states(task, frozen, batch)
     empty = jnp.zeros((*normed.shape[:2], 0, normed.shape[2]))
+    log_total, likeliest = totals_of(target, normed, "float32")
     taught = TaughtBatch(
         batch.tokens,
         batch.segments,
         batch.weights,
         captured=jnp.stack(captured, 2) if captured else empty,
         normed=normed,
+        log_total=log_total,
+        likeliest=likeliest,
     )
     loss = jax.jit(task.loss)
     online, _ = loss(params, frozen, batch, jax.random.key(0))

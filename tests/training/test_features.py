@@ -40,8 +40,13 @@ class Teacher:
         return (x, x + 100), x + 200
 
 
+def totals_of(normed):
+    return normed[..., 0] * 2, normed[..., 1].astype(jnp.int32) + 1
+
+
 def build(folder, teacher, key="a", gigabytes=1.0):
-    return cached(Windows(), teacher, folder, width=WIDTH, captured=2, gigabytes=gigabytes, key=key)
+    sizes = dict(width=WIDTH, captured=2, gigabytes=gigabytes)
+    return cached(Windows(), teacher, totals_of, folder, **sizes, key=key)
 
 
 def test_rows_come_with_their_own_features(tmp_path):
@@ -52,7 +57,10 @@ def test_rows_come_with_their_own_features(tmp_path):
         np.testing.assert_array_equal(row.tokens, index)
         np.testing.assert_array_equal(row.captured[:, 0], index)
         np.testing.assert_array_equal(row.captured[:, 1], index + 100)
-        np.testing.assert_array_equal(row.normed, np.float32(index + 200).astype(jnp.bfloat16))
+        normed = np.float32(index + 200).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(row.normed, normed)
+        np.testing.assert_array_equal(row.log_total, np.float32(2 * normed))
+        np.testing.assert_array_equal(row.likeliest, np.int32(normed) + 1)
 
 
 def test_a_second_run_computes_nothing(tmp_path):
@@ -63,6 +71,15 @@ def test_a_second_run_computes_nothing(tmp_path):
     other = Teacher()
     build(tmp_path, other, key="b")
     assert len(set(other.seen)) == COUNT
+
+
+def test_totals_are_added_to_features_that_lack_them(tmp_path):
+    build(tmp_path, Teacher())
+    [file] = tmp_path.glob("*.npy")
+    file.unlink()
+    again = Teacher()
+    rows = build(tmp_path, again)
+    assert again.seen == [] and rows[COUNT - 1].log_total.shape == (LENGTH,)
 
 
 def test_an_interrupted_run_is_filled_on(tmp_path, monkeypatch):
@@ -95,7 +112,7 @@ def test_batches_of_such_rows_carry_the_features(tmp_path):
     batch = next(batches(build(tmp_path, Teacher()), batch=3, seed=0))
     assert batch.captured.shape == (3, LENGTH, 2, WIDTH)
     np.testing.assert_array_equal(batch.captured[:, 0, 1, 0], batch.tokens[:, 0] + 100)
-    assert len(jax.tree.leaves(batch)) == 5
+    assert len(jax.tree.leaves(batch)) == 7
 
 
 def test_features_that_need_more_room_are_refused_before_any_work(tmp_path):

@@ -94,6 +94,17 @@ def test_muon_turns_the_gradient_of_a_block_into_an_orthogonal_step():
     assert np.linalg.svd(random, compute_uv=False).min() < 0.5 * np.linalg.svd(random)[1].max()
 
 
+def test_with_muon_the_other_weights_take_a_share_of_the_learning_rate():
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    options = dict(optimizer="muon", weight_decay=0.0, clip="none")
+    whole, share = (updated(grads, adamw_share=share, **options) for share in (1.0, 0.25))
+    for name in ("embedding", "norm", "head"):
+        np.testing.assert_allclose(share[name], 0.25 * np.asarray(whole[name]), rtol=1e-5)
+    np.testing.assert_array_equal(share["layers"][0]["up"], whole["layers"][0]["up"])
+    assert "adamw_share" in toy.settings(adamw_share=0.25).identity()
+    assert "adamw_share" not in toy.settings().identity()
+
+
 def test_gradients_are_cut_by_norm_or_by_value():
     grads = jax.tree.map(lambda x: jnp.full_like(x, 0.1), PARAMS)
     grads["norm"] = jnp.array([30.0, 0.2, -40.0, 0.0])

@@ -1,11 +1,13 @@
 """The target's hidden states of every window on disk, for runs of many epochs.
 
 A window of T + 1 tokens takes (T + 1) * (captured layers + 1) * width * 2 bytes, in bfloat16. The
-cache is one flat file, filled window by window; an interrupted run continues to fill it.
+cache is one flat file, filled window by window; an interrupted run continues to fill it. A second
+file has two numbers a token, with which a reduced vocabulary needs no other logits of the target.
 """
 
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from training.progress import progress
 
 _TOGETHER = 8  # windows of one forward pass
 _FLUSH = 64  # passes between flushes to disk
+_TOTALS = np.dtype([("log_total", "<f4"), ("likeliest", "<i4")])
 
 
 @struct.dataclass
@@ -36,6 +39,8 @@ class TaughtBatch(Batch):
 
     captured: Array  # bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0
     normed: Array  # bfloat16 [B, T + 1, D], the last hidden states after the norm
+    log_total: Array  # float32 [B, T + 1], log of the sum of the exponentials of the logits
+    likeliest: Array  # int32 [B, T + 1], token with the largest logit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,19 +49,22 @@ class CachedRows:
 
     rows: Rows
     features: np.memmap  # bfloat16 [rows, T + 1, C + 1, D], the normed ones last
+    totals: np.ndarray  # _TOTALS [rows, T + 1]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> TaughtBatch:
         row, features = self.rows[index], np.asarray(self.features[index])
-        states = {"captured": features[:, :-1], "normed": features[:, -1]}
+        totals = {name: np.array(self.totals[index][name]) for name in _TOTALS.names}
+        states = {"captured": features[:, :-1], "normed": features[:, -1]} | totals
         return TaughtBatch(row.tokens, row.segments, row.weights, **states)
 
 
 def cached(
     rows: Rows,
     states_of: Callable[[Batch], tuple[tuple[Array, ...], Array]],
+    totals_of: Callable[[Array], tuple[Array, Array]],
     folder: Path,
     *,
     width: int,
@@ -67,8 +75,9 @@ def cached(
     """Return the rows with the target's features; those that are not cached are computed now.
 
     ``states_of`` is jitted; it maps a batch to hidden states [B, T + 1, D = width]: C = captured
-    ones, and the normed ones. ``key`` is everything that the features depend on, in JSON; another
-    key is another file in ``folder``.
+    ones, and the normed ones. ``totals_of`` is too; it maps normed ones to ``log_total`` and
+    ``likeliest`` of ``TaughtBatch``. ``key`` is everything that the features depend on, in JSON;
+    another key is another file in ``folder``.
 
     Raises:
       ValueError: the features need more than ``gigabytes`` (10^9 bytes).
@@ -86,13 +95,17 @@ def cached(
     name = hashlib.sha256(json.dumps([key, shape]).encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     path, mark = folder / f"{name}.features", folder / f"{name}.json"
+    totals = folder / f"{name}.npy"
+    read = lambda: np.memmap(path, ml_dtypes.bfloat16, "r", shape=shape)
     # Complete files are only read, by any number of processes.
-    if jax.process_index() == 0 and _num_filled(path, mark) < len(rows):
+    missing = _num_filled(path, mark) < len(rows) or not totals.exists()
+    if jax.process_index() == 0 and missing:
         with alone(path):
             _fill(rows, states_of, path, shape, mark)
+            _write_totals(totals, read(), totals_of)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("features of the target")
-    return CachedRows(rows, np.memmap(path, ml_dtypes.bfloat16, "r", shape=shape))
+    return CachedRows(rows, read(), np.load(totals, "r"))
 
 
 def _num_filled(path: Path, mark: Path) -> int:
@@ -114,3 +127,16 @@ def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path)
                 features.flush()
                 atomic_files.write(mark, json.dumps({"windows": end}).encode())
             update(end, "", False)
+
+
+def _write_totals(path: Path, features: np.memmap, totals_of) -> None:
+    """Compute the totals of all windows from the normed states in the cache."""
+    totals = np.empty(features.shape[:2], _TOTALS)
+    for start in range(0, len(features), _TOGETHER):
+        normed = np.asarray(features[start : start + _TOGETHER, :, -1])
+        padding = [(0, _TOGETHER - len(normed)), (0, 0), (0, 0)]
+        for name, values in zip(_TOTALS.names, totals_of(np.pad(normed, padding)), strict=True):
+            totals[name][start : start + _TOGETHER] = np.asarray(values)[: len(normed)]
+    file = io.BytesIO()
+    np.save(file, totals)
+    atomic_files.write(path, file.getvalue())

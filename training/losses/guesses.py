@@ -27,24 +27,35 @@ class Rows(NamedTuple):
     weights: Array  # float32 [B, R, S], of the guesses
     # int32 [S] or [R, S], the k of each guess; None if there is one a row, without a number
     depths: np.ndarray | None
+    # If known, a reduced vocabulary needs no other logits: float32 and int32 [B, R], log of the
+    # sum of the exponentials of the target's logits, and the token with the largest.
+    log_total: Array | None = None
+    likeliest: Array | None = None
 
 
-def target_probs(logits: Array, vocabulary: Array | None, loss: str) -> tuple[Array, Array]:
-    """Return log p [..., Vd] of the target's logits [..., V], and float32 [...] masks of rows.
+def target_probs(
+    rows: Rows, output: Array, vocabulary: Array | None, loss: str, linear: Linear, size: int | None
+) -> tuple[Array, Array]:
+    """Return the target's log p [..., Vd] of rows, and float32 [...] masks of rows.
+
+    ``output`` [D, V] is the target's output matrix, or [D, Vd] if the rows' totals are known.
+    ``size`` counts the tokens of a padded vocabulary; None for all.
 
     Over a reduced vocabulary int32 [Vd], the losses ``ce``, ``kl``, ``reverse_kl`` and ``jsd``
     renormalise p and drop rows whose likeliest token is not in the vocabulary. The other losses,
     which train the probability of acceptance, do neither.
     """
-    log_p = jax.nn.log_softmax(logits)
-    everywhere = jnp.ones(logits.shape[:-1])
+    logits = linear(rows.states, output)[..., :size]
     if vocabulary is None:
-        return log_p, everywhere
-    part = log_p[..., vocabulary]
+        return jax.nn.log_softmax(logits), jnp.ones(logits.shape[:-1])
+    if rows.log_total is None:
+        log_p = jax.nn.log_softmax(logits)
+        likeliest, part = log_p.argmax(-1), log_p[..., vocabulary]
+    else:
+        likeliest, part = rows.likeliest, logits - rows.log_total[..., None]
     if loss not in ("ce", "kl", "reverse_kl", "jsd"):
-        return part, everywhere
-    known = part.max(-1) >= log_p.max(-1)
-    return jax.nn.log_softmax(part), known.astype(jnp.float32)
+        return part, jnp.ones(part.shape[:-1])
+    return jax.nn.log_softmax(part), columns(likeliest, vocabulary)[1]
 
 
 def judge(
@@ -96,11 +107,14 @@ def judge(
         column, known = columns(labels, vocabulary)
         return -take(log_q, jnp.broadcast_to(column, log_q.shape[:-1])) * known
 
+    reduced = vocabulary is not None and rows.log_total is not None
+    judging = target_output[:, vocabulary] if reduced else target_output
+
     def score(x: Array, matrices: Any, fixed: Rows) -> Metrics:
-        states, labels, weight, depth = fixed
+        states, labels, weight, depth, *_ = fixed
         log_q = jax.nn.log_softmax(logits_of(x, *matrices)[..., :vocab_size])
-        logits = linear(states, target_output)[..., :vocab_size]
-        log_p, known = (part[:, :, None] for part in target_probs(logits, vocabulary, loss))
+        probs = target_probs(fixed, judging, vocabulary, loss, linear, vocab_size)
+        log_p, known = (part[:, :, None] for part in probs)
         if values is None:
             scores = {"loss": plain_loss(log_p, log_q, labels[..., None])}
         else:

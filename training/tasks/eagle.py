@@ -29,6 +29,7 @@ from training.tasks.eagle_task import (
     ParallelEagleTask,
     Recipe,
     target_states,
+    totals_of,
 )
 
 _NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
@@ -242,11 +243,13 @@ def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, dat
         [float(jnp.abs(leaf.astype(jnp.float32)).sum()) for leaf in jax.tree.leaves(weights)],
     ]
     compiled = jax.jit(lambda weights, batch: target_states(task, Frozen(weights), batch))
+    summed = jax.jit(lambda weights, normed: totals_of(weights, normed, task.compute))
     keep = lambda part, rows: (
         rows
         and cached(
             rows,
             lambda batch: compiled(weights, batch),
+            lambda normed: summed(weights, normed),
             Path(settings.feature_cache),
             width=task.target.hidden_size,
             gigabytes=settings.feature_cache_gigabytes,

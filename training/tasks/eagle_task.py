@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import optax
 
 from jspec.core.types import Array
-from jspec.models.decoder import DecoderConfig
+from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.layers import rms_norm
 from training.batches import Batch
 from training.data.features import TaughtBatch
 from training.errors import bad_option, check_choice, check_least
-from training.forward import draft_output, packed_states
+from training.forward import draft_output, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
+from training.losses.chunks import loss_chunk
 from training.losses.distances import LOSSES, LossName
 from training.losses.guesses import Rows, judge
 from training.slots import SlotRecipe, attend_to, choose
@@ -170,6 +171,8 @@ class EagleTask:
             remat=self.remat,
         )
         rows = unrolled.rows_of(normed, batch, recipe.unroll, recipe.step_decay)
+        if isinstance(batch, TaughtBatch):
+            rows = rows._replace(log_total=batch.log_total[:, 1:], likeliest=batch.likeliest[:, 1:])
         return unrolled.align(outputs), rows
 
 
@@ -266,6 +269,22 @@ def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[
     """
     layers = task.head.capture_layers if task.head.generation == 3 else ()
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
+
+
+def totals_of(weights: DecoderParams, normed: Array, compute: str) -> tuple[Array, Array]:
+    """Return ``log_total`` and ``likeliest`` of a ``TaughtBatch``, given its normed states."""
+    output, linear = head_of(weights), LINEARS[compute]
+
+    def of_chunk(rows: Array) -> tuple[Array, Array]:
+        logits = linear(rows.astype(jnp.float32), output)
+        ids = jnp.arange(logits.shape[-1])
+        # ``argmax`` takes XLA's CPU backend several times as long.
+        likeliest = jnp.where(logits == logits.max(-1, keepdims=True), ids, ids[-1]).min(-1)
+        return jax.nn.logsumexp(logits, -1), likeliest
+
+    rows = normed.reshape(-1, normed.shape[-1])
+    totals = jax.lax.map(of_chunk, rows, batch_size=loss_chunk())
+    return tuple(x.reshape(normed.shape[:-1]) for x in totals)
 
 
 def normed_output(config: EagleConfig, params: EagleParams, x: Array) -> Array:

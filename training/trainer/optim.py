@@ -43,6 +43,7 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
             schedule,
             weight_decay=decay,
             consistent_rms=0.2,
+            adam_learning_rate=lambda step: settings.adamw_share * schedule(step),
             adam_b1=settings.beta1,
             adam_b2=settings.beta2,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(

@@ -25,6 +25,8 @@ class TrainerSettings:
     # learning rate after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     learning_rate: float = 3e-3  # peak learning rate
+    # with muon: learning rate of AdamW's weights (vectors, embeddings, output matrices), as a share
+    adamw_share: float = 1.0
     learning_rate_floor: float = 0.1  # share of the peak at which cosine and linear end
     warmup: int = 50  # steps of rising learning rate
     decay: int = 200  # steps of falling learning rate at the end (wsd)
@@ -55,7 +57,7 @@ class TrainerSettings:
         check_least(self, 1, "fsdp", "tensor")
         check_least(self, 0, "warmup", "decay", "data_parallel", "save_every", "seed")
         check_least(self, 0, "weight_decay")
-        check_positive(self, "learning_rate")
+        check_positive(self, "learning_rate", "adamw_share")
         check_each(self, ["clip_at", "save_minutes"], lambda x: x > 0, "it must be above 0")
         check_each(self, ["learning_rate_floor"], lambda x: 0 <= x <= 1, "take 0 to 1")
         remedy = "it must be at least 0 and below 1"
@@ -80,6 +82,8 @@ class TrainerSettings:
             idle["learning_rate_floor"] = f"--schedule {self.schedule} has none; leave it out"
         if self.schedule != "wsd":
             idle["decay"] = "only --schedule wsd has it; leave it out"
+        if self.optimizer != "muon":
+            idle["adamw_share"] = "only --optimizer muon has it; leave it out"
         if self.clip == "none":
             idle["clip_at"] = "--clip none cuts nothing; leave it out"
         return idle
@@ -87,6 +91,8 @@ class TrainerSettings:
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
         free = _FREE | {"decay"}
+        if self.adamw_share == 1:
+            free |= {"adamw_share"}  # runs of earlier versions do not record it
         if self.schedule in ("wsd", "constant"):
             free |= {"steps"}  # it only changes steps that have not happened yet
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in free}
