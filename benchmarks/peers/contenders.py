@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a worker is started with."""
+    """The mode, files and sizes that a worker starts with."""
 
     mode: str
     target: Path  # a Hugging Face folder
@@ -174,10 +174,9 @@ class Peers:
         first = {category: some[: case.batch_size] for category, some in requests.items()}
         speeds, best, reason = {}, None, ""
         for threads in self._threads:
-            kept = contextlib.ExitStack()
-            with kept:
+            with contextlib.ExitStack() as worker:
                 try:
-                    run = self._started(kept, name, mode, case, threads)
+                    run = self._started(worker, name, mode, case, threads)
                     trial = dataclasses.replace(run, requests=first)
                     trial()
                     speeds[threads] = trial().speed
@@ -187,7 +186,7 @@ class Peers:
                 if speeds[threads] == max(speeds.values()):
                     self._end(best)
                     best = run
-                    self._workers.enter_context(kept.pop_all())
+                    self._workers.enter_context(worker.pop_all())
         if best is None:
             return Refused(reason)
         best.requests = requests
@@ -195,7 +194,7 @@ class Peers:
         return best
 
     def _started(
-        self, kept: contextlib.ExitStack, name: str, mode: str, case: Case, threads: int
+        self, stack: contextlib.ExitStack, name: str, mode: str, case: Case, threads: int
     ) -> Counted:
         kind, config = KINDS[name], self._config_of(KINDS[name].modes[mode])
         model = self._target.path
@@ -214,7 +213,7 @@ class Peers:
             case.batch_size,
         )
         worker = Worker(self._pythons[name], kind.script, *kind.options(start))
-        kept.enter_context(worker)
+        stack.enter_context(worker)
         self._results["peers"][name] |= worker.info
         self._results["peers"][name].pop("threads", None)
         settings: dict[str, Any] = {"threads": threads}
