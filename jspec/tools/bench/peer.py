@@ -1,4 +1,4 @@
-"""transformers as a contender: the client of the ``peer_transformers`` worker."""
+"""Other programs as contenders: the client of workers such as ``peer_transformers``."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 from jspec.api import config
 from jspec.tools.bench.contenders import Case, of_categories
 from jspec.tools.bench.questions import Request
-from jspec.tools.bench.timing import Sample
+from jspec.tools.bench.timing import ContenderError, Sample
 
 MODES = {
     "eager": "transformers",
@@ -24,21 +24,20 @@ MODES = {
 _SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
 
-class PeerError(RuntimeError):
+class PeerError(ContenderError):
     """A failed call of the worker."""
 
 
-class Peer:
-    """A worker process with transformers and its loaded models; a context manager.
+class Worker:
+    """A worker process that answers requests line by line; a context manager.
 
     A call blocks until the worker has answered, so the two processes never compute at once.
+    ``peer_transformers`` documents the protocol; ``info`` is the worker's first reply.
     """
 
-    def __init__(self, model: str | Path, draft: str | Path | None = None, dtype: str = "float32"):
+    def __init__(self, python: str | Path, script: Path, *options: str):
         # -E: PYTHONPATH and similar settings are for this process.
-        command = [sys.executable, "-E", str(_SCRIPT), "--model", str(model), "--dtype", dtype]
-        if draft:
-            command += ["--draft", str(draft)]
+        command = [str(python), "-E", str(script), *options]
         # In its own session: Ctrl-C goes to this process, which then ends the worker.
         self._process = subprocess.Popen(
             command,
@@ -47,9 +46,13 @@ class Peer:
             text=True,
             start_new_session=True,
         )
-        self.info = self._read()
+        try:
+            self.info = self._read()
+        except PeerError:
+            self.close()
+            raise
 
-    def __enter__(self) -> "Peer":
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,26 +81,47 @@ class Peer:
         return answer
 
 
+class Peer(Worker):
+    """A worker with transformers and its loaded models."""
+
+    def __init__(self, model: str | Path, draft: str | Path | None = None, dtype: str = "float32"):
+        options = ["--model", str(model), "--dtype", dtype]
+        super().__init__(
+            sys.executable, _SCRIPT, *options, *(("--draft", str(draft)) if draft else ())
+        )
+
+
 @dataclasses.dataclass(eq=False)
 class Theirs:
-    """transformers as a contender."""
+    """A peer as a contender."""
 
-    peer: Peer  # with the target loaded
-    mode: str  # one of ``MODES``
+    peer: Worker  # with the target loaded
+    mode: str  # one of the worker's, such as ``MODES``
     case: Case  # the settings
     requests: dict[str, list[Request]]  # by category
-    settings: dict[str, int]  # of speculative modes, in the worker's protocol
+    settings: dict[str, Any]  # of speculative modes, in the worker's protocol
     eos_token_ids: tuple[int, ...]  # ids that end an answer
+    makes_batches: bool = False  # whether the worker takes all requests and batches them itself
+    counterpart: str = ""  # the contender of jspec that does the same; "" for none
+    # target passes and tokens by category, if the worker counts them
+    counts: dict[str, Sample] = dataclasses.field(default_factory=dict)
 
-    def __call__(self) -> Sample:
-        """Answer all requests; seconds are those inside the worker."""
-        return of_categories({name: self._category(some) for name, some in self.requests.items()})
+    def __call__(self, **more: Any) -> Sample:
+        """Answer all requests; seconds are those inside the worker.
 
-    def _category(self, requests: list[Request]) -> Sample:
+        ``more`` is for the worker too. If it counts the passes of a call, the sample has them.
+        """
+        return of_categories(
+            {name: self._category(some, more) for name, some in self.requests.items()}
+        )
+
+    def _category(self, requests: list[Request], more: dict[str, Any]) -> Sample:
         total = Sample(0.0, 0.0, [[] for _ in requests])
         ordered = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
-        for first in range(0, len(ordered), self.case.batch_size):
-            group = ordered[first : first + self.case.batch_size]
+        size = len(requests) if self.makes_batches else self.case.batch_size
+        given = {"threads": os.cpu_count()} | self.settings | more
+        for first in range(0, len(ordered), size):
+            group = ordered[first : first + size]
             answer = self.peer.generate(
                 self.mode,
                 [list(requests[index].token_ids) for index in group],
@@ -105,11 +129,12 @@ class Theirs:
                 temperature=self.case.temperature,
                 seed=self.case.seed + first,
                 eos_token_ids=list(self.eos_token_ids),
-                threads=os.cpu_count(),
-                **self.settings,
+                **given,
             )
             total.seconds += answer["seconds"]
             total.cpu_seconds += answer["cpu_seconds"]
+            if answer.get("passes") is not None:
+                total.passes = (total.passes or 0) + answer["passes"]
             for index, tokens in zip(group, answer["tokens"], strict=True):
                 total.tokens[index] = tokens
         return total

@@ -4,7 +4,8 @@
 
 ``jspec.tools.bench.peer.Peer`` starts it, so that torch has its own process and environment and
 never runs at the same time as JAX. The protocol is one JSON object a line, a request on stdin and
-its reply on stdout. The first reply, before any request, holds versions: the models are loaded.
+its reply on stdout. The first reply, before any request, holds versions: the models are loaded. The
+workers of other peers (``benchmarks/peers``) speak it too: they call ``serve``.
 
     {"mode": "eager",                        eager | compiled | assisted | prompt_lookup
      "prompts": [[1, 2], [3, 4]],            token ids; ragged batches are padded on the left
@@ -30,7 +31,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -159,18 +161,38 @@ def _ended(rows: list[list[int]], stops: Sequence[int]) -> list[list[int]]:
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
-def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
-    def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
-        replies.flush()
+def serve(load: Callable[[], Any]) -> None:
+    """Answer requests until stdin ends, with the worker that ``load`` returns.
 
-    reply(ok=True, **worker.info())
-    for line in requests:
-        request = json.loads(line)
+    The worker has ``info`` and ``generate``. It is loaded without the settings of JAX. If it cannot
+    be loaded, the first reply gives the reason.
+    """
+    # Output of libraries must not mix with the replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _clean_environment()
+    _hide_repository()
+    try:
+        worker = load()
+        _reply(replies, ok=True, **worker.info())
+    except Exception as error:  # the client handles failed calls
+        traceback.print_exc()
+        _reply(replies, ok=False, error=_words(error))
+        return
+    for line in sys.stdin:
         try:
-            reply(ok=True, **worker.generate(request))
-        except Exception as error:  # the client handles failed calls
-            reply(ok=False, error=f"{type(error).__name__}: {error}")
+            _reply(replies, ok=True, **worker.generate(json.loads(line)))
+        except Exception as error:
+            _reply(replies, ok=False, error=_words(error))
+
+
+def _reply(replies: TextIO, **fields: Any) -> None:
+    replies.write(json.dumps(fields) + "\n")
+    replies.flush()
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _clean_environment() -> None:
@@ -192,12 +214,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
-    # Output of libraries must not mix with the replies.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _clean_environment()
-    _hide_repository()
-    _serve(Worker(arguments.model, arguments.draft, arguments.dtype), sys.stdin, replies)
+    serve(lambda: Worker(arguments.model, arguments.draft, arguments.dtype))
 
 
 if __name__ == "__main__":

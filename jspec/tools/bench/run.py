@@ -7,7 +7,7 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.api import config
@@ -21,7 +21,11 @@ from jspec.tools.bench.names import names_of, portable
 from jspec.tools.bench.peer import Peer, PeerError, Theirs
 from jspec.tools.bench.questions import Question, Request, answered_by
 from jspec.tools.bench.settings import Settings
-from jspec.tools.bench.timing import Contender, Sample, race, ratios, spread
+from jspec.tools.bench.timing import Contender, Sample, joined, race, ratios, spread
+
+# The name of every peer of a case, and the peer itself.
+PeersOfCase = Callable[[Case, dict[str, list[Request]]], Iterable[tuple[str, Theirs]]]
+Peers = contextlib.AbstractContextManager[PeersOfCase | None]
 
 DEFINITION = (
     "acceptance length: tokens emitted by a pass of the target, the bonus token and passes without "
@@ -36,6 +40,7 @@ def bench(
     questions: Sequence[Question],
     settings: Settings,
     *,
+    peers: Callable[[LoadedModel, dict[str, Any]], Peers] | None = None,
     on_case: Callable[[dict[str, Any]], None] = lambda _: None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -45,6 +50,8 @@ def bench(
       model: the target, as in ``LLM``.
       questions: from ``questions.read``.
       settings: methods, cases and repeats.
+      peers: makes the peers of the loaded target, and notes in the results' "peer" which they are;
+        None for transformers.
       on_case: called with the results so far after each case.
       on_step: called with the words of a progress line.
 
@@ -70,16 +77,14 @@ def bench(
         "interrupted": False,
         "rows": [],
     }
-    dtype = target.params.embedding.dtype.name
-    with _peer(model, dtype, settings, results) as worker:
+    transformers = lambda target, results: _transformers(model, target, settings, results)
+    with (peers or transformers)(target, results) as field:
         for case in settings.cases:
-            table = CaseTable(target, settings, case, requests, worker)
+            table = CaseTable(target, settings, case, requests, field)
             try:
                 table.run(on_step)
             except KeyboardInterrupt:
                 results["interrupted"] = True
-            except PeerError as error:  # during the race; finished samples stay
-                table.failed["the peer"] = str(error)
             results["rows"] += table.rows()
             for name, reason in table.failed.items():
                 results["peer"] += f"; {case.title}: {name} failed ({reason})"
@@ -91,8 +96,11 @@ def bench(
 
 
 @contextlib.contextmanager
-def _peer(model: Any, dtype: str, settings: Settings, results: dict) -> Iterator[Peer | None]:
+def _transformers(
+    model: Any, target: LoadedModel, settings: Settings, results: dict
+) -> Iterator[PeersOfCase | None]:
     """Yield transformers with the model loaded, or None; ``results["peer"]`` says which."""
+    dtype = target.params.embedding.dtype.name
     refusal = peer.refusal(model, dtype) if settings.peers else "not asked for"
     draft = settings.draft_folder
     try:
@@ -108,7 +116,18 @@ def _peer(model: Any, dtype: str, settings: Settings, results: dict) -> Iterator
         results["peer"] = f"{versions}, {dtype}"
         if draft is None:
             results["peer"] += "; assisted generation needs a draft_model in a local directory"
-        yield worker
+        yield lambda case, requests: _modes(worker, target, settings, case, requests)
+
+
+def _modes(
+    worker: Peer, target: LoadedModel, settings: Settings, case: Case, requests: dict
+) -> Iterator[tuple[str, Theirs]]:
+    for mode, name in peer.MODES.items():
+        same = peer.settings_of(mode, settings.configs)
+        if same is None or (mode == "assisted" and settings.draft_folder is None):
+            continue
+        if mode == "eager" or case.batch_size == 1:  # all that transformers supports
+            yield name, Theirs(worker, mode, case, requests, same, target.eos_token_ids)
 
 
 class CaseTable:
@@ -120,9 +139,9 @@ class CaseTable:
         settings: Settings,
         case: Case,
         requests: Mapping[str, Sequence[Request]],
-        worker: Peer | None,
+        peers: PeersOfCase | None,
     ):
-        self._target, self._settings, self._case, self._peer = target, settings, case, worker
+        self._target, self._settings, self._case, self._peers = target, settings, case, peers
         self._questions = {name: len(some) for name, some in requests.items()}
         self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
         self.failed: dict[str, str] = {}  # contenders of the peer, and the reasons
@@ -137,15 +156,18 @@ class CaseTable:
             begin = time.perf_counter()
             try:
                 run()
+                seconds = time.perf_counter() - begin
+                self._first[name] = run()
             except PeerError as error:
                 self.failed[name] = str(error)
                 continue
-            seconds = time.perf_counter() - begin
             self._facts[name] = {"config": given, "first_call_seconds": seconds}
-            self._first[name] = run()
             self._field.append(Contender(name, run))
         on_step(f"{self._case.title}: measuring")
-        race(self._field, self._settings.repeats, self._settings.patience)
+        try:
+            race(self._field, self._settings.repeats, self._settings.patience)
+        finally:
+            self.failed |= {each.name: each.failed for each in self._field if each.failed}
         for each in self._field:
             if isinstance(each.run, Ours):
                 on_step(f"{self._case.title}: timing the parts of {each.name}")
@@ -160,12 +182,11 @@ class CaseTable:
         for each in field:
             row = _row(self._case, each, field[0], self._questions) | self._facts[each.name]
             if self._case.temperature == 0:
-                texts = self._first[each.name].tokens
-                pairs = zip(texts, self._first[PLAIN].tokens, strict=True)
-                row["texts_equal_to_plain"] = sum(text == expected for text, expected in pairs)
-                row["texts"] = len(texts)
+                row |= _equality(self._first[each.name].tokens, self._first[PLAIN].tokens)
             if isinstance(each.run, Ours):
                 row |= _acceptance(each.run, row["categories"])
+            else:
+                row |= _of_peer(each, field, row["categories"])
             rows.append(row)
         return rows
 
@@ -178,14 +199,8 @@ class CaseTable:
                 name += "'"
             names.add(name)
             yield name, Ours(llm, case, self._requests), given and portable(given, settings.configs)
-        for mode, name in peer.MODES.items() if self._peer else ():
-            same = peer.settings_of(mode, settings.configs)
-            if same is None or (mode == "assisted" and settings.draft_folder is None):
-                continue
-            if mode == "eager" or case.batch_size == 1:  # all that transformers supports
-                eos = self._target.eos_token_ids
-                run = Theirs(self._peer, mode, case, self._requests, same, eos)
-                yield name, run, dict(same)
+        for name, run in self._peers(case, self._requests) if self._peers else ():
+            yield name, run, dict(run.settings)
 
 
 def _row(
@@ -215,6 +230,40 @@ def _row(
         "seconds": [sample.seconds for sample in each.samples],
         "quiet_samples": each.num_quiet,
     }
+
+
+def _equality(texts: Sequence[list[int]], expected: Sequence[list[int]]) -> dict[str, Any]:
+    """Return the number of equal texts, and where the others differ first, on average."""
+    pairs = list(zip(texts, expected, strict=True))
+    first = [_first_difference(text, other) for text, other in pairs if text != other]
+    return {
+        "texts_equal_to_plain": len(pairs) - len(first),
+        "texts": len(pairs),
+        "mean_first_difference": statistics.mean(first) if first else None,
+    }
+
+
+def _first_difference(text: list[int], other: list[int]) -> int:
+    """Return the first position at which two texts differ; the end of one may be it."""
+    unequal = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(unequal, min(len(text), len(other)))
+
+
+def _of_peer(
+    each: Contender, field: Sequence[Contender], categories: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return jspec's speed relative to a peer that does the same, and the passes it counted."""
+    facts: dict[str, Any] = {}
+    for ours in field:
+        if ours.name == each.run.counterpart:
+            facts |= {"ours": ours.name, "ours_over_theirs": spread(ratios(ours, each))}
+    counts = each.run.counts
+    for name, sample in counts.items():
+        categories[name]["acceptance_length"] = sample.num_tokens / sample.passes
+    if counts:
+        whole = joined(list(counts.values()))
+        facts["acceptance_length"] = whole.num_tokens / whole.passes
+    return facts
 
 
 def _acceptance(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, Any]:

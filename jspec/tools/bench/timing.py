@@ -15,6 +15,10 @@ from pathlib import Path
 _JIFFY = 0.01  # seconds of a count in /proc/stat, by the kernel's ABI
 
 
+class ContenderError(RuntimeError):
+    """The reason why a contender cannot go on; the others can."""
+
+
 @dataclasses.dataclass
 class Sample:
     """One timed run."""
@@ -50,6 +54,7 @@ class Contender:
     run: Callable[[], Sample]
     samples: list[Sample] = dataclasses.field(default_factory=list)  # so far
     limit: float = 0.1  # cores that others may use in an undisturbed sample
+    failed: str = ""  # why it left the race; "" if it did not
 
     @property
     def num_quiet(self) -> int:
@@ -93,13 +98,19 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
     """Run all contenders in turns until each has ``repeats`` quiet samples.
 
     At most ``patience`` further rounds replace disturbed samples. All contenders run in them,
-    because a ratio compares samples of the same minutes.
+    because a ratio compares samples of the same minutes. A contender that raises ContenderError
+    leaves the race, with the samples that it has.
     """
     for index in range(repeats + patience):
-        if all(each.num_quiet >= repeats for each in contenders):
+        if all(each.num_quiet >= repeats or each.failed for each in contenders):
             return
         for each in _in_turn(contenders, index):
-            each.samples.append(watched(each.run))  # at once, so that Ctrl-C loses no sample
+            if each.failed:
+                continue
+            try:
+                each.samples.append(watched(each.run))  # at once, so that Ctrl-C loses no sample
+            except ContenderError as error:
+                each.failed = str(error)
 
 
 def _in_turn(items: Sequence, turn: int) -> list:

@@ -1,0 +1,1 @@
+"""Other programs for speculative decoding, in processes and environments of their own."""
