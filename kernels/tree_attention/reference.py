@@ -16,8 +16,8 @@ Array = jax.Array
 # A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
 # That is faster for a short cache, and for any cache that is half full, if the scores are small.
 WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
-# XLA's CPU matmul over the keys of 64 sequences, of 26 MB, takes 17 ms. Over those of 32 it takes 1,
-# and over 4 at a time of the 64 it takes 3.
+# XLA's CPU matmul over the keys of 64 sequences (26 MB) takes 17 ms. Over those of 32 it
+# takes 1 ms, and over 4 at a time of the 64 it takes 3 ms.
 WHOLE_BYTES, GROUP_BYTES = 2**24, 2**21
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
