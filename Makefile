@@ -87,7 +87,7 @@ $(AOT_VENV)/.aot: pyproject.toml Makefile
 	  jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
 	@touch $@
 
-# vLLM imports torchvision and others of torch if they are there, and fails if they are of another.
+# vLLM imports torchvision and others of torch if they are there, and fails with another version.
 $(PEERS_VENV)/vllm/.peer: WANTED = $(VLLM)
 $(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS)
 $(PEERS_VENV)/mistralrs/.peer: WANTED = $(MISTRALRS)

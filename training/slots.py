@@ -9,6 +9,7 @@ they provide the keys.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -61,10 +62,13 @@ class Slots(NamedTuple):
         """Return rows [B, M, ...] of x [B, T, ...] at the anchors."""
         return _take(x, self.anchors)
 
-    def rows_of(self, states: Array, labels: Array) -> Rows:
-        """Return the judges, given the target's states [B, R, D] and the labels [B, R] behind."""
-        judges = (_take(x, self.judges) for x in (states, labels))
-        return Rows(*judges, self.weights[..., None], self.depths[:, None])
+    def rows_of(self, states: Array, labels: Array, totals: Sequence[Array] = ()) -> Rows:
+        """Return the judges, given the target's states [B, R, D] and the labels [B, R] behind.
+
+        ``totals`` are ``log_total`` and ``likeliest`` [B, R] of ``Rows``, if they are known.
+        """
+        states, labels, *totals = (_take(x, self.judges) for x in (states, labels, *totals))
+        return Rows(states, labels, self.weights[..., None], self.depths[:, None], *totals)
 
 
 def choose(

@@ -101,7 +101,8 @@ class Counted(Theirs):
             return super().__call__(**more)
         self.counted = True
         sample = super().__call__(**more, count_passes=True)
-        self.counts = {name: part for name, part in sample.parts.items() if part.passes}
+        counted = ((name, part) for name, part in sample.parts.items() if part.passes)
+        self.counts = {name: part for name, part in counted if part.passes > 0}
         return sample
 
 
@@ -120,9 +121,10 @@ class Refused:
 class Peers:
     """The peers of a run, as ``jspec.tools.bench.run.bench`` takes them; a context manager.
 
-    All get the weights of jspec in the measured dtype, in one temporary folder. Called with a case,
-    an instance starts its workers and yields its contenders, each at its better number of threads:
-    that of the faster trial on the first requests of every category, after a warm-up.
+    All get the weights of jspec in the measured dtype, in one temporary folder (but for mistralrs,
+    which reads a GGUF file itself). Called with a case, an instance starts its workers and yields
+    its contenders, each at its better number of threads: that of the faster trial on the first
+    requests of every category, after a warm-up.
     """
 
     def __init__(

@@ -6,7 +6,8 @@ Its Python package (0.9.5) drafts with MTP assistants only, which SmolLM2 lacks.
 that of ``jspec.tools.bench.peer_transformers``, with these limits: prompts and answers go through
 the tokenizer, because requests are texts. A prompt that does not survive it is refused. Of an
 answer, -1 stands for a token that the text does not show, such as the stop token. It takes its own
-dtype: in bfloat16 a token of a GGUF model takes twenty times as long on a CPU.
+dtype: in bfloat16 a token of a GGUF model takes twenty times as long on a CPU. Sampled texts differ
+from call to call.
 """
 
 import argparse

@@ -6,7 +6,8 @@ The protocol is that of ``jspec.tools.bench.peer_transformers``. A call gets all
 category; vLLM runs ``--batch-size`` of them together. The mode and the threads are those that the
 process is started with: vLLM drafts in one way, and OpenMP takes its threads at the start. With
 ``count_passes`` a reply has the passes of the target: generated tokens without accepted drafts, by
-vLLM's own counter, which also counts those behind the end of a text.
+vLLM's own counter, which also counts those behind the end of a text. Sampled texts differ from call
+to call.
 """
 
 import argparse

@@ -7,6 +7,7 @@ ones, is one block.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +100,8 @@ def cpu_block(slots: int) -> int:
 
 
 def cpu_group(keys: Array) -> int:
-    """Return the sequences at a time: all, unless their keys [B, Hkv, S, D] are too large."""
-    size, each = len(keys), keys[0].size * keys.dtype.itemsize
+    """Return the sequences at a time: B, halved while it is even and keys [B, ...] too large."""
+    size, each = len(keys), math.prod(keys.shape[1:]) * keys.dtype.itemsize
     if size * each <= WHOLE_BYTES:
         return size
     while size % 2 == 0 and size * each > GROUP_BYTES:

@@ -118,11 +118,21 @@ def test_tasks_take_questions_of_each_category_in_turns(tmp_path):
     assert len(real_model.asked([file])) == len(names)
 
 
-@pytest.mark.parametrize("words", [["--peer", "vllm"], ["--peer", "sglang=python"]])
-def test_a_peer_that_is_unknown_or_absent_is_refused(words, capsys):
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--peer vllm", "must be NAME=PYTHON"),
+        ("--peer sglang=python", "must be NAME=PYTHON"),
+        ("--peer vllm=/nowhere", "/nowhere is no interpreter; `make peers` makes one"),
+        (f"--peer vllm={sys.executable} --peer vllm={sys.executable}", "names vllm twice"),
+        ("--threads 0", "--threads 0 must be at least 1"),
+        (f"--out {__file__}/results/a.json", "is a file, not a folder"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_any_work(words, message, capsys):
     with pytest.raises(SystemExit):
-        real_model.main(["--questions", "some.jsonl", *words])
-    assert "must be NAME=PYTHON" in capsys.readouterr().err
+        real_model.main(["--questions", "some.jsonl", "--model", "some", *words.split()])
+    assert message in capsys.readouterr().err
 
 
 def _row(results, name):

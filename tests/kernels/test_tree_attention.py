@@ -50,6 +50,20 @@ def test_a_long_cache_is_read_in_blocks_or_whole_to_the_same_result(longest, win
     np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("count", [3, 6, 8])
+def test_sequences_with_many_keys_attend_in_groups_to_the_same_result(count, window, monkeypatch):
+    lengths = [0, 7, 21, 3, 20, 1, 9, 14][:count]
+    case, options = random_case(4, 2, 8, 5, 5, 21, lengths, window=window)
+    monkeypatch.setattr(reference, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(reference, "GROUP_BYTES", 3 * case["cache_k"][0].nbytes)
+    assert reference.cpu_group(case["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]
+    attend = jax.jit(functools.partial(ops.attention, scale=0.3, window=window))
+    arrays, rest = map(jnp.array, case.values()), options.get("positions")
+    result = attend(*arrays, positions=rest)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+
+
 def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():
     case, _ = random_case(4, 2, 8, 256, 256, 8192, [8192])
     attend = jax.jit(functools.partial(reference.tree_attention, scale=0.3))

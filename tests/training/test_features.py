@@ -74,12 +74,20 @@ def test_a_second_run_computes_nothing(tmp_path):
 
 
 def test_totals_are_added_to_features_that_lack_them(tmp_path):
-    build(tmp_path, Teacher())
+    first = build(tmp_path, Teacher())[COUNT - 1]
     [file] = tmp_path.glob("*.npy")
     file.unlink()
     again = Teacher()
-    rows = build(tmp_path, again)
-    assert again.seen == [] and rows[COUNT - 1].log_total.shape == (LENGTH,)
+    row = build(tmp_path, again)[COUNT - 1]
+    assert again.seen == []
+    np.testing.assert_array_equal(row.log_total, first.log_total)
+    np.testing.assert_array_equal(row.likeliest, first.likeliest)
+
+
+def test_no_totals_are_computed_if_nothing_reads_them(tmp_path):
+    sizes = dict(width=WIDTH, captured=2, gigabytes=1.0)
+    rows = cached(Windows(), Teacher(), None, tmp_path, **sizes, key="a")
+    assert rows[0].log_total is None and not list(tmp_path.glob("*.npy"))
 
 
 def test_an_interrupted_run_is_filled_on(tmp_path, monkeypatch):

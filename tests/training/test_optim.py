@@ -101,8 +101,6 @@ def test_with_muon_the_other_weights_take_a_share_of_the_learning_rate():
     for name in ("embedding", "norm", "head"):
         np.testing.assert_allclose(share[name], 0.25 * np.asarray(whole[name]), rtol=1e-5)
     np.testing.assert_array_equal(share["layers"][0]["up"], whole["layers"][0]["up"])
-    assert "adamw_share" in toy.settings(adamw_share=0.25).identity()
-    assert "adamw_share" not in toy.settings().identity()
 
 
 def test_gradients_are_cut_by_norm_or_by_value():

@@ -39,8 +39,9 @@ class TaughtBatch(Batch):
 
     captured: Array  # bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0
     normed: Array  # bfloat16 [B, T + 1, D], the last hidden states after the norm
-    log_total: Array  # float32 [B, T + 1], log of the sum of the exponentials of the logits
-    likeliest: Array  # int32 [B, T + 1], token with the largest logit
+    # float32 [B, T + 1], log of the sum of the exponentials of the logits; None if not computed
+    log_total: Array | None = None
+    likeliest: Array | None = None  # int32 [B, T + 1], token with the largest logit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,22 +50,23 @@ class CachedRows:
 
     rows: Rows
     features: np.memmap  # bfloat16 [rows, T + 1, C + 1, D], the normed ones last
-    totals: np.ndarray  # _TOTALS [rows, T + 1]
+    totals: np.ndarray | None  # _TOTALS [rows, T + 1], or None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> TaughtBatch:
         row, features = self.rows[index], np.asarray(self.features[index])
-        totals = {name: np.array(self.totals[index][name]) for name in _TOTALS.names}
-        states = {"captured": features[:, :-1], "normed": features[:, -1]} | totals
+        states = {"captured": features[:, :-1], "normed": features[:, -1]}
+        if self.totals is not None:
+            states |= {name: np.array(self.totals[index][name]) for name in _TOTALS.names}
         return TaughtBatch(row.tokens, row.segments, row.weights, **states)
 
 
 def cached(
     rows: Rows,
     states_of: Callable[[Batch], tuple[tuple[Array, ...], Array]],
-    totals_of: Callable[[Array], tuple[Array, Array]],
+    totals_of: Callable[[Array], tuple[Array, Array]] | None,
     folder: Path,
     *,
     width: int,
@@ -76,8 +78,8 @@ def cached(
 
     ``states_of`` is jitted; it maps a batch to hidden states [B, T + 1, D = width]: C = captured
     ones, and the normed ones. ``totals_of`` is too; it maps normed ones to ``log_total`` and
-    ``likeliest`` of ``TaughtBatch``. ``key`` is everything that the features depend on, in JSON;
-    another key is another file in ``folder``.
+    ``likeliest`` of ``TaughtBatch``, or is None. ``key`` is everything that the features depend on,
+    in JSON; another key is another file in ``folder``.
 
     Raises:
       ValueError: the features need more than ``gigabytes`` (10^9 bytes).
@@ -98,14 +100,16 @@ def cached(
     totals = folder / f"{name}.npy"
     read = lambda: np.memmap(path, ml_dtypes.bfloat16, "r", shape=shape)
     # Complete files are only read, by any number of processes.
-    missing = _num_filled(path, mark) < len(rows) or not totals.exists()
-    if jax.process_index() == 0 and missing:
-        with alone(path):
-            _fill(rows, states_of, path, shape, mark)
-            _write_totals(totals, read(), totals_of)
+    if jax.process_index() == 0:
+        if _num_filled(path, mark) < len(rows):
+            with alone(path):
+                _fill(rows, states_of, path, shape, mark)
+        if totals_of is not None and not totals.exists():
+            with alone(totals):
+                _write_totals(totals, read(), totals_of)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("features of the target")
-    return CachedRows(rows, read(), np.load(totals, "r"))
+    return CachedRows(rows, read(), None if totals_of is None else np.load(totals, "r"))
 
 
 def _num_filled(path: Path, mark: Path) -> int:
@@ -132,11 +136,13 @@ def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path)
 def _write_totals(path: Path, features: np.memmap, totals_of) -> None:
     """Compute the totals of all windows from the normed states in the cache."""
     totals = np.empty(features.shape[:2], _TOTALS)
-    for start in range(0, len(features), _TOGETHER):
-        normed = np.asarray(features[start : start + _TOGETHER, :, -1])
-        padding = [(0, _TOGETHER - len(normed)), (0, 0), (0, 0)]
-        for name, values in zip(_TOTALS.names, totals_of(np.pad(normed, padding)), strict=True):
-            totals[name][start : start + _TOGETHER] = np.asarray(values)[: len(normed)]
+    with progress("logits of the target", len(features)) as update:
+        for start in range(0, len(features), _TOGETHER):
+            normed = np.asarray(features[start : start + _TOGETHER, :, -1])
+            padding = [(0, _TOGETHER - len(normed)), (0, 0), (0, 0)]
+            for name, values in zip(_TOTALS.names, totals_of(np.pad(normed, padding)), strict=True):
+                totals[name][start : start + _TOGETHER] = np.asarray(values)[: len(normed)]
+            update(start + len(normed), "", False)
     file = io.BytesIO()
     np.save(file, totals)
     atomic_files.write(path, file.getvalue())

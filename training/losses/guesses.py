@@ -50,12 +50,14 @@ def target_probs(
         return jax.nn.log_softmax(logits), jnp.ones(logits.shape[:-1])
     if rows.log_total is None:
         log_p = jax.nn.log_softmax(logits)
-        likeliest, part = log_p.argmax(-1), log_p[..., vocabulary]
+        part = log_p[..., vocabulary]
+        known = part.max(-1) >= log_p.max(-1)
     else:
-        likeliest, part = rows.likeliest, logits - rows.log_total[..., None]
+        part = logits - rows.log_total[..., None]
+        known = columns(rows.likeliest, vocabulary)[1]
     if loss not in ("ce", "kl", "reverse_kl", "jsd"):
         return part, jnp.ones(part.shape[:-1])
-    return jax.nn.log_softmax(part), columns(likeliest, vocabulary)[1]
+    return jax.nn.log_softmax(part), known.astype(jnp.float32)
 
 
 def judge(

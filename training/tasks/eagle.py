@@ -244,12 +244,13 @@ def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, dat
     ]
     compiled = jax.jit(lambda weights, batch: target_states(task, Frozen(weights), batch))
     summed = jax.jit(lambda weights, normed: totals_of(weights, normed, task.compute))
+    reduced = task.head.vocab_size < task.target.vocab_size
     keep = lambda part, rows: (
         rows
         and cached(
             rows,
             lambda batch: compiled(weights, batch),
-            lambda normed: summed(weights, normed),
+            (lambda normed: summed(weights, normed)) if reduced else None,
             Path(settings.feature_cache),
             width=task.target.hidden_size,
             gigabytes=settings.feature_cache_gigabytes,

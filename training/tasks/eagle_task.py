@@ -171,8 +171,9 @@ class EagleTask:
             remat=self.remat,
         )
         rows = unrolled.rows_of(normed, batch, recipe.unroll, recipe.step_decay)
-        if isinstance(batch, TaughtBatch):
-            rows = rows._replace(log_total=batch.log_total[:, 1:], likeliest=batch.likeliest[:, 1:])
+        if totals := totals_in(batch):
+            log_total, likeliest = (x[:, 1:] for x in totals)
+            rows = rows._replace(log_total=log_total, likeliest=likeliest)
         return unrolled.align(outputs), rows
 
 
@@ -226,7 +227,7 @@ class ParallelEagleTask(EagleTask):
         run = jax.checkpoint(run) if self.remat else run
         x = run(params, table[tokens].astype(fused.dtype), jnp.concatenate([fused, masks], 1))
         labels = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))  # 0 behind the last
-        return x[:, :, None], slots.rows_of(normed, labels)
+        return x[:, :, None], slots.rows_of(normed, labels, totals_in(batch))
 
 
 def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
@@ -271,19 +272,26 @@ def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
 
 
+def totals_in(batch: Batch) -> tuple[Array, ...]:
+    """Return ``log_total`` and ``likeliest`` [B, T + 1] of a batch; () if it holds none."""
+    if not isinstance(batch, TaughtBatch) or batch.log_total is None:
+        return ()
+    return batch.log_total, batch.likeliest
+
+
 def totals_of(weights: DecoderParams, normed: Array, compute: str) -> tuple[Array, Array]:
     """Return ``log_total`` and ``likeliest`` of a ``TaughtBatch``, given its normed states."""
     output, linear = head_of(weights), LINEARS[compute]
 
-    def of_chunk(rows: Array) -> tuple[Array, Array]:
-        logits = linear(rows.astype(jnp.float32), output)
+    def of_row(row: Array) -> tuple[Array, Array]:
+        logits = linear(row.astype(jnp.float32), output)
         ids = jnp.arange(logits.shape[-1])
         # ``argmax`` takes XLA's CPU backend several times as long.
-        likeliest = jnp.where(logits == logits.max(-1, keepdims=True), ids, ids[-1]).min(-1)
-        return jax.nn.logsumexp(logits, -1), likeliest
+        likeliest = jnp.where(logits == logits.max(), ids, ids[-1]).min()
+        return jax.nn.logsumexp(logits), likeliest
 
     rows = normed.reshape(-1, normed.shape[-1])
-    totals = jax.lax.map(of_chunk, rows, batch_size=loss_chunk())
+    totals = jax.lax.map(of_row, rows, batch_size=loss_chunk())
     return tuple(x.reshape(normed.shape[:-1]) for x in totals)
 
 

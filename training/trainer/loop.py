@@ -20,7 +20,7 @@ from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import draw_curves
 from training.trainer.programs import make_programs
 from training.trainer.run import Run
-from training.trainer.settings import TrainerSettings
+from training.trainer.settings import EARLIER, TrainerSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def train(
             stack.enter_context(alone(out))
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
         if checkpoints.latest is not None:
-            before = checkpoints.record()["identity"]
+            before = EARLIER | checkpoints.record()["identity"]
             _check_same_run(before, known, out, {*settings.idle(), *passed_over(before)})
         checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.where()):

@@ -12,6 +12,9 @@ _FREE = {
     "num_processes",  # ``train`` records the number of running processes
 }
 
+# What runs of earlier versions, which do not record it, were trained with.
+EARLIER = {"adamw_share": 1.0}
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
@@ -91,8 +94,6 @@ class TrainerSettings:
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
         free = _FREE | {"decay"}
-        if self.adamw_share == 1:
-            free |= {"adamw_share"}  # runs of earlier versions do not record it
         if self.schedule in ("wsd", "constant"):
             free |= {"steps"}  # it only changes steps that have not happened yet
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in free}

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from jspec.api import config
 from jspec.tools.bench.contenders import Case, of_categories
 from jspec.tools.bench.questions import Request
 from jspec.tools.bench.timing import ContenderError, Sample
+from jspec.util.messages import shown
 
 MODES = {
     "eager": "transformers",
@@ -48,7 +50,7 @@ class Worker:
         )
         try:
             self.info = self._read()
-        except PeerError:
+        except BaseException:  # Ctrl-C too, while it loads
             self.close()
             raise
 
@@ -67,15 +69,19 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the worker, whatever it does."""
-        self._process.terminate()
+        """End the worker and its own processes, whatever they do."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
         self._process.communicate()
 
     def _read(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"the peer ended with status {self._process.wait()}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise PeerError(f"the peer answered {shown(line)}, which is not JSON") from None
         if not answer.pop("ok"):
             raise PeerError(answer["error"])
         return answer

@@ -100,8 +100,8 @@ def _missing(results: dict[str, Any]) -> Iterator[str]:
     """Yield the measurements that an interrupted run lacks, in the order in which they are made."""
     setting, cases = results["setting"], [rows for _, rows in titles(results)]
     for rows in cases[-1:]:
-        # Ours alone: the modes that transformers can run are unknown before it runs.
-        ours = [row for row in rows if "acceptance_length" in row]
+        # Ours alone: the modes that a peer can run are unknown before it runs.
+        ours = [row for row in rows if "mean_acceptance_length" in row]
         wanted = 1 + len(setting["configs"])
         if len(ours) < wanted:
             yield f"{wanted - len(ours)} of {wanted} methods of the last table"

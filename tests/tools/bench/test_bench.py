@@ -3,15 +3,18 @@
 import html.parser
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
+import jspec
 from jspec.checkpoints import checkpoint
 from jspec.cli import bench as bench_command
 from jspec.cli import main
 from jspec.tools.bench import chart, files, names, report
 from jspec.tools.bench.contenders import Case, Ours
-from jspec.tools.bench.peer import PeerError
+from jspec.tools.bench.peer import PeerError, Worker
 from jspec.tools.bench.questions import Question, Request
 from jspec.tools.bench.run import CaseTable, bench
 from jspec.tools.bench.settings import Settings
@@ -428,3 +431,21 @@ def test_errors_come_before_anything_is_loaded(arguments, words, monkeypatch, ca
         main.main()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script, reason",
+    [
+        ("def load(): raise ImportError('no such package')\nserve(load)", "no such package"),
+        ("print('hello')", "answered 'hello.*which is not JSON"),
+        ("sys.exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_worker_that_cannot_start_gives_the_reason(script, reason, tmp_path):
+    root = Path(jspec.__file__).parents[1]
+    begin = f"import sys; sys.path.insert(0, {str(root)!r})\n"
+    begin += "from jspec.tools.bench.peer_transformers import serve\n"
+    file = tmp_path / "worker.py"
+    file.write_text(begin + script)
+    with pytest.raises(PeerError, match=reason):
+        Worker(sys.executable, file)
