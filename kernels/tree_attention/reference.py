@@ -17,9 +17,9 @@ Array = jax.Array
 # A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
 # That is faster for a short cache, and for any cache that is half full, if the scores are small.
 WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
-# XLA's CPU matmul over the keys of 64 sequences (26 MB) takes 17 ms. Over those of 32 it
-# takes 1 ms, and over 4 at a time of the 64 it takes 3 ms.
-WHOLE_BYTES, GROUP_BYTES = 2**24, 2**21
+# XLA's CPU matmul over the keys of 64 sequences, of 26 MB, takes 17 ms, and over 8 at a time 3. One
+# sequence at a time is slower than all at once.
+WHOLE_BYTES, GROUP_BYTES, LEAST_GROUP = 2**24, 2**22, 2
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
@@ -104,7 +104,7 @@ def cpu_group(keys: Array) -> int:
     size, each = len(keys), math.prod(keys.shape[1:]) * keys.dtype.itemsize
     if size * each <= WHOLE_BYTES:
         return size
-    while size % 2 == 0 and size * each > GROUP_BYTES:
+    while size % 2 == 0 and size > LEAST_GROUP and size * each > GROUP_BYTES:
         size //= 2
     return size
 

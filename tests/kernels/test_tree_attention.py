@@ -58,6 +58,8 @@ def test_sequences_with_many_keys_attend_in_groups_to_the_same_result(count, win
     monkeypatch.setattr(reference, "WHOLE_BYTES", 0)
     monkeypatch.setattr(reference, "GROUP_BYTES", 3 * case["cache_k"][0].nbytes)
     assert reference.cpu_group(case["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]
+    monkeypatch.setattr(reference, "GROUP_BYTES", 1)
+    assert reference.cpu_group(case["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]  # never one
     attend = jax.jit(functools.partial(ops.attention, scale=0.3, window=window))
     arrays, rest = map(jnp.array, case.values()), options.get("positions")
     result = attend(*arrays, positions=rest)
