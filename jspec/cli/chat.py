@@ -24,7 +24,6 @@ _HELP = """/stats          acceptance and speed of the last answer
 /reset          forget the conversation
 /quit           leave; so does the end of input (Ctrl-D)
 Ctrl-C stops an answer. Everything else is a message."""
-_DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}  # of the default model
 _GREETING = "Type a message, or /help."
 
 
@@ -55,7 +54,7 @@ def chat(
 
     if model is None:
         model = str(installed.chat_model())
-        config = _DEFAULT if speculative_config is None else config
+        config = installed.CHAT_CONFIG if speculative_config is None else config
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -1,8 +1,14 @@
-"""``jspec demo``: the embedded model continues a prompt with and without speculation, compared."""
+"""``jspec demo``: a prompt continued with and without speculation, compared.
 
+The embedded model continues a program. SmolLM2 answers a question too, if it is installed.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,14 +18,16 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from jspec.api.llm import LLM
 from jspec.api.outputs import RequestOutput
+from jspec.api.prompts import rendered
 from jspec.api.sampling_params import SamplingParams
 from jspec.cli import show
-from jspec.engine import loading
+from jspec.engine import installed, loading
 from jspec.engine.loading import LoadedModel
 from jspec.tools.bench.contenders import counts_of
 
@@ -90,12 +98,29 @@ def _settings() -> Iterator[Setting]:
 
 
 SETTINGS = tuple(_settings())
+# The instruct model is shown if it is installed: a bfloat16 chat, greedy and sampled.
+QUESTION = "Write a story about a lighthouse keeper who finds a letter in a bottle."
+INSTRUCT_SETTINGS = tuple(
+    Setting(method, "bfloat16", temperature, config and config | {"rejection_sample_method": rule})
+    for temperature, rule in ((0.0, "standard"), (0.8, "block"))
+    for method, config in (
+        ("autoregressive", None),
+        ("ngram", {"method": "ngram", "num_speculative_tokens": 4}),
+        ("eagle3", installed.CHAT_CONFIG),
+    )
+)
 # Greedy text of a small model repeats itself and is easy to look up; sampled text is not.
 _SHOWN = ("ngram, float32, greedy", "draft_model, float32, T = 0.8")
+_INSTRUCT_SHOWN = ("eagle3, bfloat16, greedy",)
+_EMBEDDED_NOTE = (
+    "Sampled rows except ngram\nuse the rule `coupled` in float32 (same text) and `block` in "
+    "bfloat16 (same\ndistribution)."
+)
+_INSTRUCT_NOTE = "Sampled rows use\nthe rule `block` (same distribution)."
 
 
 def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
-    """Generate with every setting, time them in turns, and print texts and a table.
+    """Generate with every setting, time them in turns, and print texts and tables.
 
     Raises:
       ValueError: the assets are missing, or a number is out of range.
@@ -105,35 +130,71 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
     SamplingParams(max_tokens=max_tokens)  # raises before weights are read
     loading.keep_compiled_programs()
     prompt = PROMPT.read_text(encoding="utf-8")
-    runs: list[Run] = []
-    models: dict[tuple[str, str], LoadedModel] = {}
     with console.status("loading") as status:
-        for dtype in DTYPES:
-            for name in ("target", DRAFTERS["draft_model"]):
-                models[name, dtype] = loading.load(assets / name, dtype)
+        load = lambda name: {dtype: loading.load(assets / name, dtype) for dtype in DTYPES}
+        targets, drafts = load("target"), load(DRAFTERS["draft_model"])
+        settings = [_with_model(setting, assets, drafts) for setting in SETTINGS]
+        compare = functools.partial(_compare, console, status, max_tokens, repeats)
         console.print(Text.assemble("The prompt and its continuation: ", show.legend(), "."))
         console.print(Padding(Text(prompt, style="dim"), (1, 0, 1, 2)))
-        for setting in SETTINGS:
-            status.update(f"compiling and generating: {setting.title}")
-            runs.append(_first_run(setting, assets, models, prompt, max_tokens))
-            if setting.title in _SHOWN:
-                _print_text(console, models["target", setting.dtype].tokenizer, runs[-1])
-        for turn in range(repeats):  # in turns, so that a busy moment affects every row
-            for each in runs:
-                status.update(f"timing, {turn + 1} of {repeats}: {each.setting.title}")
-                each.time()
-        targets = {dtype: models["target", dtype] for dtype in DTYPES}
-        result = table(runs, lambda dtype, ids: _gap(targets[dtype], ids))
-    console.print(result)
-    console.print(_footnote(runs, repeats))
+        compare(targets, settings, prompt, _SHOWN, _EMBEDDED_NOTE)
+        if (model := _instruct_model()) is None:
+            return
+        status.update("loading the instruct model")
+        target = loading.load(model, "bfloat16")
+        console.print(Padding(Text(f"{model.name} is installed. {QUESTION}"), (1, 0, 1, 0)))
+        asked = [{"role": "user", "content": QUESTION}]
+        prompt = rendered(target.tokenizer, asked, add_generation_prompt=True)
+        compare({"bfloat16": target}, INSTRUCT_SETTINGS, prompt, _INSTRUCT_SHOWN, _INSTRUCT_NOTE)
 
 
-def _first_run(setting: Setting, assets: Path, models: dict, prompt: str, max_tokens: int) -> Run:
-    config = setting.config
-    if setting.method in DRAFTERS:
-        name = DRAFTERS[setting.method]
-        config = config | {"model": models.get((name, setting.dtype), str(assets / name))}
-    llm = LLM(models["target", setting.dtype], config, per_request_stats="detailed")
+def _with_model(setting: Setting, assets: Path, drafts: dict[str, LoadedModel]) -> Setting:
+    """Return the setting with the drafter of its method."""
+    if setting.method not in DRAFTERS:
+        return setting
+    model = str(assets / DRAFTERS[setting.method])
+    model = drafts[setting.dtype] if setting.method == "draft_model" else model
+    return dataclasses.replace(setting, config=setting.config | {"model": model})
+
+
+def _instruct_model() -> Path | None:
+    """Return the instruct model; None unless it and the reader of its file are installed."""
+    with contextlib.suppress(ValueError):
+        return installed.chat_model() if importlib.util.find_spec("gguf") else None
+    return None
+
+
+def _compare(
+    console: Console,
+    status: Status,
+    max_tokens: int,
+    repeats: int,
+    targets: dict[str, LoadedModel],
+    settings: Sequence[Setting],
+    prompt: str,
+    shown: Collection[str],
+    note: str,
+) -> None:
+    """Generate with every setting, time them in turns, and print texts and a table.
+
+    Texts go on behind an end token, so that all have one length.
+    """
+    runs = []
+    for setting in settings:
+        status.update(f"compiling and generating: {setting.title}")
+        runs.append(_first_run(setting, targets[setting.dtype], prompt, max_tokens))
+        if setting.title in shown:
+            _print_text(console, targets[setting.dtype].tokenizer, runs[-1])
+    for turn in range(repeats):  # in turns, so that a busy moment affects every row
+        for each in runs:
+            status.update(f"timing, {turn + 1} of {repeats}: {each.setting.title}")
+            each.time()
+    console.print(table(runs, lambda dtype, ids: _gap(targets[dtype], ids)))
+    console.print(_footnote(runs, repeats, note))
+
+
+def _first_run(setting: Setting, target: LoadedModel, prompt: str, max_tokens: int) -> Run:
+    llm = LLM(target, setting.config, per_request_stats="detailed")
     params = SamplingParams(
         temperature=setting.temperature, max_tokens=max_tokens, seed=1, ignore_eos=True
     )
@@ -200,8 +261,8 @@ def _gap(target: LoadedModel, token_ids: Sequence[int]) -> float:
     return float(first - second)
 
 
-def _footnote(runs: Sequence[Run], repeats: int) -> Text:
-    """Return the setup and the meaning of the columns."""
+def _footnote(runs: Sequence[Run], repeats: int, note: str) -> Text:
+    """Return the setup and the meaning of the columns; ``note`` says how rows sample."""
     first, sampled = runs[0], runs[-1]
     return Text(
         f"{len(first.tokens)} tokens after a prompt of {len(first.output.prompt_token_ids)}; "
@@ -210,8 +271,6 @@ def _footnote(runs: Sequence[Run], repeats: int) -> Text:
         "T: temperature.\n"
         "acceptance length: tokens per pass of the target, bonus included; 1 is no gain.\n"
         "text: compared with autoregression of the same dtype and T; gap: between the\n"
-        "target's two best logits where the texts differ. Sampled rows except ngram\n"
-        "use the rule `coupled` in float32 (same text) and `block` in bfloat16 (same\n"
-        "distribution).",
+        f"target's two best logits where the texts differ. {note}",
         style="dim",
     )

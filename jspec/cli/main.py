@@ -108,7 +108,10 @@ def demo(
     repeats: option(int, "Timed runs of each row; the best counts.") = 3,
     assets: option(Path | None, "", hidden=True) = None,
 ) -> None:
-    """Continue a prompt with the embedded model, with and without speculation, and compare."""
+    """Continue a prompt with and without speculation, and compare.
+
+    The embedded model continues a program. SmolLM2 answers a question too, if it is installed.
+    """
     from jspec.cli import demo
 
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())

