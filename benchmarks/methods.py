@@ -37,7 +37,7 @@ from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, advance, read, start
+from jspec.engine.batch import Batch, advance, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -153,7 +153,7 @@ class Runner:
             batch = jax.block_until_ready(advance(plan, params, batch))
             spent += time.perf_counter() - begin
             shared = batch.shared
-            answers += read(batch)
+            answers += batch.answers
             if request.answer is not None:
                 assert answers[-1].tokens.tolist() == request.answer, "the text was not generated"
         return Sample(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -28,8 +28,8 @@ from benchmarks import workload
 from jspec.api import build, config
 from jspec.core.types import Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, advance, read, start
-from jspec.engine.loop import decode, init_shared
+from jspec.engine.batch import Batch, advance, start
+from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
@@ -39,7 +39,6 @@ _RESULTS = Path(__file__).with_name("results")
 _PARTS = ("draft", "target", "accept", "commit")
 _LAYERS = ("attention", "mlp")
 _CONTROL = ("while", "conditional", "call")  # their events contain those of their bodies
-_FOREVER = jnp.int32(2**30)
 _REPEATS = 6
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = .*? ([a-z][\w\-]*)\(")
@@ -125,7 +124,9 @@ def profile(plan: Plan, params: Params, row: SequenceParams) -> dict:
         return jax.block_until_ready(batch)
 
     batch = begun()
-    program = decode.lower(plan, params, batch.request, batch.shared, batch.state, _FOREVER)
+    nobody = np.zeros(batch.state.done.shape, bool)
+    inputs = params, batch.request, batch.shared, batch.state, np.int32(1), nobody
+    program = launch.lower(plan, batch.profile, *inputs)
     work = works(program.compile().as_text())
     seconds = []
     for _ in range(_REPEATS):
@@ -133,7 +134,7 @@ def profile(plan: Plan, params: Params, row: SequenceParams) -> dict:
         begin = time.perf_counter()
         batch = jax.block_until_ready(advance(plan, params, batch))
         seconds.append(time.perf_counter() - begin)
-    [answer] = read(batch)
+    [answer] = batch.answers
     batch = begun()
     spent = microseconds(work, lambda: jax.block_until_ready(advance(plan, params, batch)))
     return {

@@ -33,8 +33,9 @@ from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Params, Sampling, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
 from jspec.drafters.trees.drawing import Drawing
-from jspec.engine.batch import Answer, advance, read, start
+from jspec.engine.batch import Answer, advance, start
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
 
 # ---------------------------------------------------------------------------------------- targets
 
@@ -353,7 +354,8 @@ def whole(target, drafter, rule="rejection", **settings) -> Plan:
 
 def run_rows(plan, params: Params, rows, rounds=None) -> list[Answer]:
     """Decode ``rows`` as one batch in their order, which a script relies on."""
-    return read(advance(plan, params, start(plan, params, rows), rounds))
+    batch = start(plan, params, rows, profile=Profile(nodes=True))
+    return list(advance(plan, params, batch, rounds).answers)
 
 
 def script(rows, answers, kind=RIGHT, length=64) -> Script:

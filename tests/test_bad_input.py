@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 import jspec
 from jspec import SamplingParams
 from jspec.api import prompts
+from jspec.engine.loop import launch
 from tests import llm_fixtures
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -34,9 +35,9 @@ def llm(root):
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
     """Every error is raised before the first compilation."""
-    before = jspec.decode._cache_size()
+    before = launch._cache_size()
     yield
-    assert jspec.decode._cache_size() == before
+    assert launch._cache_size() == before
 
 
 def complaint(call, *arguments, **settings):

@@ -17,7 +17,7 @@ import pytest
 
 from jspec.api import config
 from jspec.api.config.keys import CUSTOM_CLASS
-from jspec.core.types import Params
+from jspec.core.types import History, Params
 from jspec.drafters import (
     METHODS,
     DraftModel,
@@ -28,9 +28,11 @@ from jspec.drafters import (
     TokenRecycling,
 )
 from jspec.drafters.draft_model.language_model import translating
+from jspec.engine import admission, loop
 from jspec.engine import batch as host
-from jspec.engine import loop
+from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile, request_of
 from jspec.models import decoder
 from jspec.verify import RULES, synthetic
 from tests import tiny
@@ -266,14 +268,26 @@ def rows_of(kind):
 
 
 def run(plan, params, rows, shared=()):
-    batch = host.start(plan, params, rows).replace(shared=shared)
-    return host.read(host.advance(plan, params, batch))
+    """Run the rows through two slots: the third joins where the first of them ends."""
+    return Engine(plan, params, num_slots=2, capacity=16, shared=shared).run(rows)
 
 
 @functools.cache
 def plain(kind):
-    plan = Plan(tiny.TARGET, tiny.NONE, node_buckets=(1,))
-    return [answer.tokens.tolist() for answer in run(plan, tiny.params(), rows_of(kind))]
+    """Return the texts of plain decoding, each row alone, without the engine."""
+    plan, params = Plan(tiny.TARGET, tiny.NONE, node_buckets=(1,)), tiny.params()
+    batches = (host.start(plan, params, [row]) for row in rows_of(kind))
+    answers = [host.advance(plan, params, batch).answers[0] for batch in batches]
+    return [answer.tokens.tolist() for answer in answers]
+
+
+def shapes(plan, params, batch, capacity):
+    """Return the shapes of the state of a batch."""
+    request, _ = request_of([None] * batch, Profile(), tiny.VOCAB)
+    request = request.replace(keys=jax.random.split(jax.random.key(0), batch))
+    history = History(np.zeros((batch, capacity), np.int32), np.ones((batch,), np.int32))
+    done = np.zeros((batch,), bool)
+    return jax.eval_shape(lambda: admission.empty_state(plan, params, request, history, done))
 
 
 def check(method, tree, rule, kind):
@@ -302,6 +316,18 @@ def check(method, tree, rule, kind):
     if not same:
         backwards = run(plan, params, rows[::-1])
         assert [answer.tokens.tolist() for answer in backwards[::-1]] == texts
+
+
+def test_every_leaf_of_the_state_has_the_batch_on_axis_0():
+    """A row joins by writing its state along axis 0."""
+    for method, trees in DRAFTERS.items():
+        for drafter, weights in trees.values():
+            plan, params = Plan(tiny.TARGET, drafter), Params(tiny.params().target, weights())
+            three, five = (shapes(plan, params, batch, 64) for batch in (3, 5))
+            of_batch = three.replace(round=None), five.replace(round=None)
+            for leaf, other in zip(*map(jax.tree.leaves, of_batch), strict=True):
+                assert (leaf.shape[0], other.shape[0]) == (3, 5), method
+                assert leaf.shape[1:] == other.shape[1:], method
 
 
 def test_every_method_is_covered():

@@ -15,7 +15,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import SequenceParams, advance, read, start
+from jspec.engine.batch import SequenceParams, advance, start
 from jspec.engine.plan import Plan
 from jspec.verify import RULES
 from tests import fakes
@@ -205,7 +205,7 @@ def test_a_finished_sequence_emits_nothing_while_others_continue():
     ended = {}
     while len(ended) < len(sequences()):
         batch = advance(plan, params, batch, 1)
-        for index, answer in enumerate(read(batch)):
+        for index, answer in enumerate(batch.answers):
             if answer.finish_reason:
                 frozen = ended.setdefault(index, (answer.tokens.tolist(), answer.rounds))
                 assert (answer.tokens.tolist(), answer.rounds) == frozen

@@ -7,6 +7,7 @@ import numpy as np
 
 from jspec.core.types import Params
 from jspec.drafters import DraftModel, NGram, NoDrafter
+from jspec.engine.profile import Profile
 from jspec.models import decoder
 
 VOCAB = 64
@@ -34,6 +35,7 @@ DRAFT_CONFIG = decoder.DecoderConfig(
     tie_embeddings=True,
 )
 NONE = NoDrafter()
+NODES = Profile(nodes=True)  # answers with a trace
 NGRAM = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 DRAFT = DraftModel(DRAFT_CONFIG, 4)
 GREEDY_DRAFT = DraftModel(DRAFT_CONFIG, 4, draft_sample_method="greedy")

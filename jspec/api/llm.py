@@ -1,6 +1,6 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
-import dataclasses
+import contextlib
 import functools
 import os
 import threading
@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from jspec.api import config, engine_arguments, metrics, prompts, requests
 from jspec.api.build import build_plan
@@ -19,12 +19,13 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
 from jspec.engine import loading
-from jspec.engine.batch import MAX_NUM_SEQS, advance, cancel, filters_of, groups, read, start
+from jspec.engine.batch import MAX_NUM_SEQS, start
 from jspec.engine.costs import CostTable
+from jspec.engine.engine import Engine
 from jspec.engine.loading import LoadedModel
-from jspec.engine.loop import init_shared, on_finished
-from jspec.engine.plan import Plan
-from jspec.engine.sequences import check_fit, check_prompt
+from jspec.engine.loop import init_shared
+from jspec.engine.profile import Profile
+from jspec.engine.sequences import SequenceParams, check_fit, check_prompt
 from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
@@ -42,7 +43,7 @@ Settings = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A target and its drafter, loaded to continue prompts.
 
-    Several threads may use it; their generations take turns on the device.
+    Several threads may use it; their requests run together.
 
     Args:
       model: the target: a local directory, a hub id, or a model that ``jspec.load`` returned.
@@ -113,6 +114,8 @@ class LLM:
         self._lock = threading.Lock()  # of the shared state and the counts
         self._shared = init_shared(self._plan)
         self._costs = CostTable()
+        self._profile = Profile(nodes=self._detailed)
+        self._engines: dict[tuple[int, int], Engine] = {}
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0
         self._num_prompt_tokens = 0
@@ -317,58 +320,69 @@ class LLM:
     def _run(
         self, batch: list[GenerationRequest], rounds: int | None, show_progress: bool = False
     ) -> Iterator[Iterable[GenerationRequest]]:
-        """Generate group by group; yield a group's requests after every ``rounds`` rounds."""
+        """Generate; yield the requests after every launch, of up to ``rounds`` rounds."""
         pairs = lambda request: zip(request.sequences, request.transcripts, strict=True)
-        work = [(request, *pair) for request in batch for pair in pairs(request)]
+        work = [pair for request in batch for pair in pairs(request)]
         if not work:
             return
-        sequences = [sequence for _, sequence, _ in work]
-        plan, filters = self._recording_plan(batch), filters_of(sequences)
-        vocab_size = plan.target.vocab_size
+        vocab_size = self._plan.target.vocab_size
         scoring = requests.scoring_of(batch, vocab_size, self._max_logprobs, self._logprobs_mode)
-        parts = list(groups(sequences, self._max_num_seqs))
-        if show_progress:  # on stderr, since texts may go to stdout
-            parts = track(parts, "Generating", console=Console(stderr=True))
-        for part in parts:
-            group = [work[index] for index in part]
-            yield from self._run_group(plan, group, rounds, filters=filters, scoring=scoring)
         with self._lock:
+            engine = self._engine_for([sequence for sequence, _ in work])
+            tickets = [
+                engine.submit(sequence, listener=text.read, rounds=rounds, scoring=scoring)
+                for sequence, text in work
+            ]
+            self._profile = engine.profile  # engines of other sizes need few programs more
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
+        is_running = lambda request: not all(text.finish_reason for text in request.transcripts)
+        was_read = lambda request: all(text.answer is not None for text in request.transcripts)
+        try:
+            with _progress(len(tickets), show_progress) as show:
+                while running := [request for request in batch if is_running(request)]:
+                    self._run_on(engine, engine.step)
+                    show(sum(ticket.finished for ticket in tickets))
+                    yield [request for request in running if was_read(request)]
+        finally:
+            for ticket in tickets:
+                engine.abort(ticket)  # if the reader of a stream has left
+            self._run_on(engine, engine.settle)
+            answers = [text.answer for _, text in work if text.answer is not None]
+            with self._lock:
+                self._counts = sum(map(metrics.Counts.of, answers), self._counts)
 
-    def _run_group(
-        self, plan: Plan, group: list[tuple], rounds: int | None, **options: Any
-    ) -> Iterator[Iterable[GenerationRequest]]:
-        owners, sequences, transcripts = zip(*group, strict=True)
-        begin = perf_counter()
-        batch = start(plan, self._params, sequences, **options)
-        any_stopped = False
-        while not all(transcript.finish_reason for transcript in transcripts):
-            # Another stream or thread may have run since the last slice, so the shared state, which
-            # every slice donates, is read anew.
-            with self._lock:
-                batch = batch.replace(shared=self._shared)
-                batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
-                batch = advance(plan, self._params, batch, rounds)
-                self._shared = batch.shared
-            answers = enumerate(zip(transcripts, read(batch), strict=True))
-            stopped = [index for index, (transcript, answer) in answers if transcript.read(answer)]
-            if stopped:
-                batch, any_stopped = cancel(batch, stopped), True
-            with self._lock:
-                self._seconds += perf_counter() - begin
-            yield dict.fromkeys(owners)
-            begin = perf_counter()  # the reader of a stream may have taken its time
+    def _run_on(self, engine: Engine, act: Callable[[], None]) -> None:
+        """Run a step of an engine; threads take turns, and a step serves the requests of all."""
         with self._lock:
-            if any_stopped:
-                self._shared = on_finished(plan, self._shared, batch.state)
-            for transcript in transcripts:
-                self._counts += metrics.Counts.of(transcript.answer)
+            begin = perf_counter()
+            engine.shared = self._shared
+            act()
+            self._shared = engine.shared
+            self._seconds += perf_counter() - begin
 
-    def _recording_plan(self, batch: list[GenerationRequest]) -> Plan:
-        """Return a plan that records every round, if detailed stats or stop strings need it."""
-        if not self._detailed and not any(request.params.stop for request in batch):
-            return self._plan
-        longest = max(sequence.max_tokens for request in batch for sequence in request.sequences)
-        return dataclasses.replace(
-            self._plan, record_rounds=bucket(longest), record_nodes=self._detailed
-        )
+    def _engine_for(self, sequences: list[SequenceParams]) -> Engine:
+        """Return an engine whose slots fit the sequences; idle ones of other sizes are dropped."""
+        longest = max(len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
+        num_slots = min(bucket(len(sequences), smallest=1), self._max_num_seqs)
+        key = num_slots, bucket(longest)
+        self._engines = {
+            size: engine
+            for size, engine in self._engines.items()
+            if size == key or not engine.is_idle
+        }
+        if key not in self._engines:
+            options = dict(num_slots=num_slots, capacity=key[1], profile=self._profile)
+            self._engines[key] = Engine(self._plan, self._params, shared=(), **options)
+        price = self._costs.pricing(self._plan)
+        if price is not None:
+            example = start(self._plan, self._params, sequences[:num_slots], profile=self._profile)
+            self._shared = price(self._plan, self._params, example.replace(shared=self._shared))
+        return self._engines[key]
+
+
+@contextlib.contextmanager
+def _progress(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, since texts may go to stdout."""
+    with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task("Generating", total=total)
+        yield lambda done: bar.update(task, completed=done)

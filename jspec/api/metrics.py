@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.engine.batch import Answer
+from jspec.engine.answers import Answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,30 +126,6 @@ def _steps(accepted: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> dic
     }
     is_chain = all(step == list(range(-1, len(step) - 1)) for step in all_parents)
     return steps if is_chain else steps | {"per_step_parents": all_parents}
-
-
-def cut(answer: Answer, num_tokens: int) -> Answer:
-    """Cut an answer after ``num_tokens`` tokens, as if the sequence had ended there.
-
-    Needs the steps of every round. The last round counts as clipped, as at a stop token.
-    """
-    accepted, drafted = answer.steps
-    ends = np.cumsum(accepted + 1)  # tokens emitted by the end of each round
-    rounds = int(np.searchsorted(ends, num_tokens)) + 1
-    accepted, drafted = accepted[:rounds].copy(), drafted[:rounds]
-    accepted[-1] -= ends[rounds - 1] - num_tokens
-    nodes = () if answer.trace is None else answer.trace[1:]
-    return dataclasses.replace(
-        answer,
-        tokens=answer.tokens[:num_tokens],
-        rounds=rounds,
-        drafts=int((drafted > 0).sum()),
-        drafted=int(drafted.sum()),
-        accepted=np.bincount(accepted[drafted > 0], minlength=len(answer.accepted)),
-        steps=(accepted, drafted),
-        trace=(accepted, *(part[:rounds] for part in nodes)) if nodes else None,
-        logprobs=answer.logprobs and answer.logprobs[:num_tokens],
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 from jspec.api import detokenizer, metrics
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Logprobs
-from jspec.engine.batch import Answer
+from jspec.engine import answers
+from jspec.engine.answers import Answer
 
 
 @dataclasses.dataclass
@@ -161,7 +162,7 @@ class Transcript:
         begin, end, self.stop_reason = stop
         self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
         self.finish_reason = "stop"
-        self.answer = metrics.cut(answer, count)
+        self.answer = answers.cut(answer, count)
         return True
 
     def output(self, index: int, detailed: bool) -> CompletionOutput:

@@ -44,7 +44,8 @@ def extend_history(
     """
     emitted = emitted_tokens(draft, verdict)
     index = jnp.arange(emitted.shape[1])
-    count = jnp.minimum(verdict.num_emitted, request.max_length - history.length)
+    room = jnp.maximum(request.max_length - history.length, 0)  # idle slots have no limit
+    count = jnp.minimum(verdict.num_emitted, room)
     degenerate = jnp.zeros(count.shape, bool)
     if verdict.num_valid is not None:
         degenerate = verdict.num_valid < count

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jspec.core import token_fsm
 from jspec.core.branches import Branches
@@ -57,11 +58,20 @@ class Processor:
 
     name: str  # of the parameter, or of the group of parameters
     used: Callable[[Any], Any]  # true if a ``SequenceParams`` uses it
-    # (sequences, size, vocab_size) -> arrays of a batch; None for grammars, which live above core
-    arrays: Callable[[Sequence[Any], int, int], Any] | None
+    # (sequences, vocab_size, form) -> arrays of a batch; None for grammars, which live above core
+    arrays: Callable[[Sequence[Any], int, Any], Any] | None
     apply: Callable[[Array, Any, Branches], Array]  # (logits [B, F, V], arrays, branches) -> logits
+    # (arrays, branches) -> bool []: whether it changes any logits; if not, it costs nothing
+    acts: Callable[[Any, Branches], Array]
     parameters: tuple[Parameter, ...] = ()
     reads_branch: bool = False  # whether the last tokens before a node decide
+    # What the arrays are compiled for: hashable, of a ``SequenceParams``. ``join`` unites two.
+    form: Callable[[Any], Any] = lambda _: ()
+    join: Callable[[Any, Any], Any] = lambda one, other: tuple(map(_widest, one, other))
+
+
+def _widest(one: int, other: int) -> int:
+    return bucket(max(one, other), smallest=1)
 
 
 def apply(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
@@ -77,8 +87,17 @@ def apply(logits: Array, settings: LogitsProcessors | None, branches: Branches) 
     logits, branches = wide(logits), branches.replace(drafted=wide(branches.drafted))
     for name, processor in PROCESSORS.items():
         if name in settings.values:
-            logits = processor.apply(logits, settings.values[name], branches)
+            logits = _apply_if_asked(processor, logits, settings.values[name], branches)
     return logits
+
+
+def _apply_if_asked(processor: Processor, logits: Array, arrays: Any, branches: Branches) -> Array:
+    """Apply a processor if some row asks for it: a batch is compiled for what others asked."""
+    return lax.cond(
+        processor.acts(arrays, branches),
+        lambda: processor.apply(logits, arrays, branches).astype(logits.dtype),
+        lambda: logits,
+    )
 
 
 def apply_to_draft(
@@ -112,9 +131,9 @@ def _keep_grammar(logits: Array, automaton: Automaton, branches: Branches) -> Ar
     return jnp.where(token_fsm.allowed(automaton, state, logits.shape[-1]), logits, -jnp.inf)
 
 
-def _allowed(sequences: Sequence[Any], size: int, vocab_size: int) -> np.ndarray:
+def _allowed(sequences: Sequence[Any], vocab_size: int, _: tuple) -> np.ndarray:
     """Return the tokens that each sequence allows: bool [B, V]."""
-    allowed = np.ones((size, vocab_size), bool)
+    allowed = np.ones((len(sequences), vocab_size), bool)
     for index, sequence in enumerate(sequences):
         if sequence.allowed_token_ids:
             allowed[index] = False
@@ -134,10 +153,10 @@ class MinTokens:
     length: Array  # [B] int32, prompt included
 
 
-def _min_tokens(sequences: Sequence[Any], size: int, *_: int) -> MinTokens:
+def _min_tokens(sequences: Sequence[Any], _: int, form: tuple[int]) -> MinTokens:
     lengths = (len(sequence.prompt) + sequence.min_tokens for sequence in sequences)
-    ids = padded((sequence.too_soon for sequence in sequences), size)
-    return MinTokens(ids, column(lengths, size, 0, np.int32))
+    ids = padded((sequence.too_soon for sequence in sequences), *form)
+    return MinTokens(ids, column(lengths, np.int32))
 
 
 def _forbid_early_ends(logits: Array, ends: MinTokens, branches: Branches) -> Array:
@@ -153,10 +172,10 @@ class LogitBias:
     bias: Array  # [B, E] float32
 
 
-def _logit_bias(sequences: Sequence[Any], size: int, *_: int) -> LogitBias:
-    ids = padded(([token for token, _ in each.logit_bias] for each in sequences), size)
+def _logit_bias(sequences: Sequence[Any], _: int, form: tuple[int]) -> LogitBias:
+    ids = padded(([token for token, _ in each.logit_bias] for each in sequences), *form)
     biases = ([bias for _, bias in each.logit_bias] for each in sequences)
-    return LogitBias(ids, padded(biases, size, np.float32))
+    return LogitBias(ids, padded(biases, *form, np.float32))
 
 
 def _add_bias(logits: Array, biases: LogitBias, *_: Branches) -> Array:
@@ -187,19 +206,21 @@ class BadWords:
     prompt_length: Array  # [B] int32
 
 
-def _bad_words(sequences: Sequence[Any], size: int, *_: int) -> BadWords:
-    count = bucket(max(len(sequence.bad_words) for sequence in sequences), smallest=1)
-    lengths = [len(word) for sequence in sequences for word in sequence.bad_words]
-    length = bucket(max(lengths, default=1), 1)
-    words = np.full((size, count, length), -1, np.int32)
+def _bad_words(sequences: Sequence[Any], _: int, form: tuple[int, int]) -> BadWords:
+    count, length = form
+    words = np.full((len(sequences), count, length), -1, np.int32)
     for index, sequence in enumerate(sequences):
         for rank, word in enumerate(sequence.bad_words):
             words[index, rank, length - len(word) :] = word
-    return BadWords(words, _prompt_length(sequences, size))
+    return BadWords(words, _prompt_length(sequences))
 
 
-def _prompt_length(sequences: Sequence[Any], size: int) -> np.ndarray:
-    return column((len(sequence.prompt) for sequence in sequences), size, 1, np.int32)
+def _form_of_words(sequence: Any) -> tuple[int, int]:
+    return len(sequence.bad_words), max(map(len, sequence.bad_words))
+
+
+def _prompt_length(sequences: Sequence[Any]) -> np.ndarray:
+    return column((len(sequence.prompt) for sequence in sequences), np.int32)
 
 
 def _forbid_bad_words(logits: Array, phrases: BadWords, branches: Branches) -> Array:
@@ -245,9 +266,14 @@ def _has_penalty(sequence: Any) -> bool:
     return any(entry.value(sequence) != entry.neutral for entry in _PENALTIES)
 
 
-def _penalties(sequences: Sequence[Any], size: int, *_: int) -> Penalties:
-    arrays = (parameter.array(sequences, size) for parameter in _PENALTIES)
-    return Penalties(*arrays, _prompt_length(sequences, size))
+def _penalties(sequences: Sequence[Any], *_: Any) -> Penalties:
+    arrays = (parameter.array(sequences) for parameter in _PENALTIES)
+    return Penalties(*arrays, _prompt_length(sequences))
+
+
+def _any_penalty(penalties: Penalties, _: Branches) -> Array:
+    repeats = penalties.repetition != 1
+    return (repeats | (penalties.presence != 0) | (penalties.frequency != 0)).any()
 
 
 def _penalise(logits: Array, penalties: Penalties, branches: Branches) -> Array:
@@ -291,15 +317,20 @@ class Functions:
     functions: tuple[LogitsProcessor, ...] = struct.field(pytree_node=False)
 
 
-def _functions(sequences: Sequence[Any], size: int, *_: int) -> Functions:
-    """List every (rank in a sequence's order, function) once."""
-    ranked = [list(enumerate(sequence.logits_processors)) for sequence in sequences]
-    unique = dict.fromkeys(pair for pairs in ranked for pair in pairs)
-    ordered = sorted(unique, key=lambda pair: pair[0])
-    used = np.zeros((size, len(ordered)), bool)
-    for index, pairs in enumerate(ranked):
-        used[index] = [pair in pairs for pair in ordered]
-    return Functions(used, tuple(function for _, function in ordered))
+Ranked = tuple[tuple[int, LogitsProcessor], ...]  # (rank in a sequence's order, function) pairs
+
+
+def _ranked(sequence: Any) -> Ranked:
+    return tuple(enumerate(sequence.logits_processors))
+
+
+def _both(one: Ranked, other: Ranked) -> Ranked:
+    return tuple(sorted(dict.fromkeys((*one, *other)), key=lambda pair: pair[0]))
+
+
+def _functions(sequences: Sequence[Any], _: int, form: Ranked) -> Functions:
+    used = [[pair in _ranked(sequence) for pair in form] for sequence in sequences]
+    return Functions(np.array(used), tuple(function for _, function in form))
 
 
 def _call_functions(logits: Array, settings: Functions, branches: Branches) -> Array:
@@ -322,19 +353,56 @@ def _call_functions(logits: Array, settings: Functions, branches: Branches) -> A
 PROCESSORS: dict[str, Processor] = {
     processor.name: processor
     for processor in (
-        Processor("structured_outputs", lambda s: s.grammar, None, _keep_grammar, (), True),
-        Processor("allowed_token_ids", lambda s: s.allowed_token_ids, _allowed, _keep_allowed),
-        Processor("bad_words", lambda s: s.bad_words, _bad_words, _forbid_bad_words, (), True),
-        Processor("min_tokens", lambda s: s.too_soon, _min_tokens, _forbid_early_ends),
-        Processor("logit_bias", lambda s: s.logit_bias, _logit_bias, _add_bias),
-        Processor("penalties", _has_penalty, _penalties, _penalise, _PENALTIES),
+        Processor(
+            "structured_outputs",
+            lambda s: s.grammar,
+            None,
+            _keep_grammar,
+            lambda _, branches: (branches.history.state != token_fsm.FREE).any(),
+            reads_branch=True,
+        ),
+        Processor(
+            "allowed_token_ids",
+            lambda s: s.allowed_token_ids,
+            _allowed,
+            _keep_allowed,
+            lambda allowed, _: ~allowed.all(),
+        ),
+        Processor(
+            "bad_words",
+            lambda s: s.bad_words,
+            _bad_words,
+            _forbid_bad_words,
+            lambda phrases, _: (phrases.words[..., -1] >= 0).any(),
+            reads_branch=True,
+            form=_form_of_words,
+        ),
+        Processor(
+            "min_tokens",
+            lambda s: s.too_soon,
+            _min_tokens,
+            _forbid_early_ends,
+            lambda ends, branches: (branches.length < ends.length[:, None]).any(),
+            form=lambda s: (len(s.too_soon),),
+        ),
+        Processor(
+            "logit_bias",
+            lambda s: s.logit_bias,
+            _logit_bias,
+            _add_bias,
+            lambda biases, _: (biases.ids >= 0).any(),
+            form=lambda s: (len(s.logit_bias),),
+        ),
+        Processor("penalties", _has_penalty, _penalties, _penalise, _any_penalty, _PENALTIES),
         Processor(
             "logits_processors",
             lambda s: s.logits_processors,
             _functions,
             _call_functions,
-            (),
-            True,
+            lambda settings, _: settings.used.any(),
+            reads_branch=True,
+            form=_ranked,
+            join=_both,
         ),
     )
 }

@@ -96,8 +96,8 @@ def score(logits: Array, tokens: Array, count: int, mode: Mode) -> Logprobs:
     return Logprobs(chosen[..., 0], rank, top_ids.astype(jnp.int32), top, mode)
 
 
-def record(
-    scores: Logprobs,
+def of_emitted(
+    scoring: Scoring,
     settings: Sampling,
     history: History,
     draft: Draft,
@@ -105,19 +105,18 @@ def record(
     verdict: Verdict,
     logits: Array,
 ) -> Logprobs:
-    """Add the scores of the tokens that a verdict emits after ``history``.
+    """Score the tokens [B, K+1] that a verdict emits after ``history``.
 
     ``logits`` [B, N, V] are the target's raw logits of all nodes.
     """
     take = lambda x: jnp.take_along_axis(x, verdict.path[..., None], 1)
     at_path = take(logits)
-    if scores.mode.startswith("processed"):
+    if scoring.mode.startswith("processed"):
         branches = Branches.of_draft(history, draft, tree)
         branches = branches.replace(drafted=take(branches.drafted))
         at_path = logits_processors.apply(at_path, settings.processors, branches)
         at_path = sampling.process_logits(at_path, sampling.greedy_at_one(settings))
-    emitted = emitted_tokens(draft, verdict)
-    return write(scores, score(at_path, emitted, scores.count, scores.mode), history.length)
+    return score(at_path, emitted_tokens(draft, verdict), scoring.count, scoring.mode)
 
 
 def write(scores: Logprobs, new: Logprobs, start: Array) -> Logprobs:

@@ -1,12 +1,11 @@
 """Numeric parameters of a sequence: their ranges, and the arrays that a batch makes of them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 from jspec.util.values import is_real
 
@@ -16,7 +15,7 @@ class Parameter:
     """A number that every sequence sets, under the same name in ``SamplingParams``."""
 
     name: str
-    neutral: float  # the value that changes nothing; padding rows of a batch have it
+    neutral: float  # the value that changes nothing; idle rows of a batch have it
     allows: Callable[[Any], bool]  # whether a value is in range
     words: str  # the range, for error messages
     convert: Callable[[Any], float] = float  # of a value in range to the one in the array
@@ -32,9 +31,9 @@ class Parameter:
         """Return the value that a ``SequenceParams`` or ``SamplingParams`` has."""
         return getattr(sequence, self.name)
 
-    def array(self, sequences: Sequence[Any], size: int) -> np.ndarray:
-        """Return the values of the sequences, padded to [size]."""
-        return column(map(self.value, sequences), size, self.neutral, self.dtype)
+    def array(self, sequences: Sequence[Any]) -> np.ndarray:
+        """Return the values of the sequences, [B]."""
+        return column(map(self.value, sequences), self.dtype)
 
 
 def between(least: float, most: float) -> Callable[[Any], bool]:
@@ -42,16 +41,15 @@ def between(least: float, most: float) -> Callable[[Any], bool]:
     return lambda value: is_real(value) and least <= value <= most
 
 
-def column(values: Any, size: int, fill: float, dtype: type) -> np.ndarray:
-    """Return one value per sequence, padded with ``fill`` to [size]."""
-    values = list(values)
-    return np.array(values + [fill] * (size - len(values)), dtype)
+def column(values: Iterable, dtype: type) -> np.ndarray:
+    """Return one value per sequence, [B]."""
+    return np.array(list(values), dtype)
 
 
-def padded(lists: Any, size: int, dtype: type = np.int32) -> np.ndarray:
-    """Return one list per sequence, padded with -1 to [size, E]."""
+def padded(lists: Iterable, width: int, dtype: type = np.int32) -> np.ndarray:
+    """Return one list per sequence, padded with -1 to [B, width]."""
     lists = list(map(list, lists))
-    array = np.full((size, bucket(max(map(len, lists), default=0), smallest=1)), -1, dtype)
+    array = np.full((len(lists), width), -1, dtype)
     for index, values in enumerate(lists):
         array[index, : len(values)] = values
     return array

@@ -13,8 +13,8 @@ Shape letters, used everywhere in jspec::
     E  stop tokens of a row                   C  prompt tokens of a prefill chunk
 
 Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` are the weights,
-``request`` is constant for a call, ``state`` and ``memory`` change every round, ``shared`` outlives
-calls. The data classes are pytrees, so they pass through ``jax.jit``.
+``request`` changes when a row joins or leaves, ``state`` and ``memory`` change every round,
+``shared`` outlives requests. The data classes are pytrees, so they pass through ``jax.jit``.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Sampling:
 
 @struct.dataclass
 class Request:
-    """The settings of every row; constant for a call."""
+    """The settings of every row; constant for a launch."""
 
     keys: Array  # [B] typed PRNG keys, one per row
     sampling: Sampling
@@ -267,8 +267,13 @@ class Sharing(Protocol):
     def init_shared(self) -> Shared:
         """Allocate the state that all rows and calls share."""
 
-    def on_finished(self, shared: Shared, memory: Memory, history: History) -> Shared:
-        """Return ``shared`` updated with the text of finished rows."""
+    def on_finished(
+        self, shared: Shared, memory: Memory, history: History, rows: Array
+    ) -> tuple[Memory, Shared]:
+        """Learn the texts of ``rows``, bool [B], which the host ended.
+
+        Rows that end by themselves are not among them: ``update`` sees those.
+        """
 
 
 @runtime_checkable

@@ -138,15 +138,18 @@ class Hybrid:
         shared = tuple(x.init_shared() if isinstance(x, Sharing) else () for x in self.parts)
         return shared if jax.tree.leaves(shared) else ()
 
-    def on_finished(self, shared: Any, memory: HybridMemory, history: History) -> Any:
-        """Hand finished rows to both."""
-        rows = zip(self.parts, shared, memory.parts, strict=True) if shared else ()
-        return tuple(
-            part.on_finished(part_shared, part_memory, history)
+    def on_finished(self, shared: Any, memory: HybridMemory, history: History, rows: Array):
+        """Hand ended rows to both."""
+        if not shared:
+            return memory, shared
+        learned = [
+            part.on_finished(part_shared, part_memory, history, rows)
             if isinstance(part, Sharing)
-            else part_shared
-            for part, part_shared, part_memory in rows
-        )
+            else (part_memory, part_shared)
+            for part, part_shared, part_memory in zip(self.parts, shared, memory.parts, strict=True)
+        ]
+        parts, shared = zip(*learned, strict=True)
+        return memory.replace(parts=parts), shared
 
     def init(self, params, request, capacity):
         """Initialise both, and the priors of their success."""

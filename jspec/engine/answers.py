@@ -1,11 +1,14 @@
-"""Answers on the host."""
+"""Answers on the host, added up from the results of launches."""
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 import jax
 import numpy as np
 
 from jspec.core.logprobs import Logprobs
+from jspec.engine.launches import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,17 +20,39 @@ class Answer:
     """
 
     tokens: np.ndarray  # int32 [n], the generated ids, a stop token included
-    finish_reason: str | None
-    stop_token: int | None  # that ended the sequence
-    rounds: int  # passes of the target
-    drafts: int  # rounds with at least one drafted token
-    drafted: int  # drafted tokens
-    accepted: np.ndarray  # int [K+1], the number of drafts with 0..K accepted tokens
-    # (accepted, tokens, parents) of each recorded round
-    trace: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    steps: tuple[np.ndarray, np.ndarray]  # (accepted, drafted) tokens of each round, int32
+    max_depth: int  # K
+    finish_reason: str | None = None
+    stop_token: int | None = None  # that ended the sequence
+    nodes: tuple[np.ndarray, np.ndarray] | None = None  # (tokens, parents) of each round, [r, N]
     logprobs: Logprobs | None = None  # of ``tokens``
     prompt_logprobs: Logprobs | None = None  # of the prompt's tokens except the first
-    steps: tuple[np.ndarray, np.ndarray] | None = None  # (accepted, drafted) of each recorded round
+
+    @property
+    def rounds(self) -> int:
+        """Passes of the target."""
+        return len(self.steps[0])
+
+    @property
+    def drafts(self) -> int:
+        """Rounds with at least one drafted token."""
+        return int((self.steps[1] > 0).sum())
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens."""
+        return int(self.steps[1].sum())
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """The number of drafts with 0..K accepted tokens, int [K+1]."""
+        accepted, drafted = self.steps
+        return np.bincount(accepted[drafted > 0], minlength=self.max_depth + 1)
+
+    @property
+    def trace(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """(accepted, tokens, parents) of each round; None without ``nodes``."""
+        return None if self.nodes is None else (self.steps[0], *self.nodes)
 
     @property
     def acceptance_length(self) -> float:
@@ -35,30 +60,55 @@ class Answer:
         return len(self.tokens) / max(self.rounds, 1)
 
 
-def answer_of(host: tuple, index: int, prompt_length: int, has_prompt: bool) -> Answer:
-    """Return the answer of one sequence, from the arrays that ``batch.read`` brings to the host."""
-    history, done, stats, stop_tokens, max_length, scores = host
-    length = history.length[index]
-    # Without scores, ``scores`` is the empty pytree None, and so is the result.
-    scores_of = lambda first, end: jax.tree.map(lambda x: x[index, first:end].copy(), scores)
-    tokens = history.tokens[index, prompt_length:length].copy()
-    stops = set(stop_tokens[index].tolist()) - {-1}
-    stop_token = int(tokens[-1]) if len(tokens) and int(tokens[-1]) in stops else None
-    reason = None
-    if done[index]:
-        is_full = length >= max_length[index]
-        reason = "stop" if stop_token is not None else "length" if is_full else "error"
-    steps = nodes = None
-    if stats.trace is not None:
-        ran = stats.trace.accepted[:, index] >= 0
-        trace = jax.tree.map(lambda x: x[ran, index], stats.trace)
-        steps = trace.accepted, trace.drafted
-        nodes = None if trace.tokens is None else (trace.accepted, trace.tokens, trace.parents)
-    counts = (int(count[index]) for count in (stats.rounds, stats.drafts, stats.drafted))
-    answer = Answer(tokens, reason, stop_token, *counts, stats.accepted[index].copy(), nodes)
+def empty(max_depth: int) -> Answer:
+    """Return the answer of a sequence before its first round."""
+    none = np.zeros((0,), np.int32)
+    return Answer(none, (none, none), max_depth)
+
+
+def extended(
+    answer: Answer, launch: Launch, row: int, stop_token_ids: Collection[int], max_tokens: int
+) -> Answer:
+    """Return the answer with what a launch, brought to the host, did in a row."""
+    count = launch.length[row] - launch.start[row]
+    ran = launch.accepted[:, row] >= 0
+    of_rounds = lambda part: part[ran, row]
+    tokens = np.concatenate([answer.tokens, launch.tokens[row, :count]])
+    # The empty pytree None stays None.
+    scores = jax.tree.map(lambda part: part[row, :count], launch.logprobs)
+    nodes = None if launch.nodes is None else (launch.nodes.tokens, launch.nodes.parents)
+    stopped = len(tokens) > 0 and int(tokens[-1]) in stop_token_ids
+    reason = "stop" if stopped else "length" if len(tokens) >= max_tokens else "error"
     return dataclasses.replace(
         answer,
-        logprobs=scores_of(prompt_length, length),
-        prompt_logprobs=scores_of(1, prompt_length) if has_prompt else None,
-        steps=steps,
+        tokens=tokens,
+        steps=_joined(answer.steps, (of_rounds(launch.accepted), of_rounds(launch.drafted))),
+        finish_reason=reason if launch.done[row] else None,
+        stop_token=int(tokens[-1]) if stopped else None,
+        nodes=_joined(answer.nodes, jax.tree.map(of_rounds, nodes)),
+        logprobs=_joined(answer.logprobs, scores),
     )
+
+
+def cut(answer: Answer, num_tokens: int) -> Answer:
+    """Cut an answer after ``num_tokens`` tokens, as if the sequence had ended there.
+
+    The last round counts as clipped, as at a stop token.
+    """
+    accepted, drafted = answer.steps
+    ends = np.cumsum(accepted + 1)  # tokens emitted by the end of each round
+    rounds = int(np.searchsorted(ends, num_tokens)) + 1
+    accepted = accepted[:rounds].copy()
+    accepted[-1] -= ends[rounds - 1] - num_tokens
+    return dataclasses.replace(
+        answer,
+        tokens=answer.tokens[:num_tokens],
+        steps=(accepted, drafted[:rounds]),
+        nodes=jax.tree.map(lambda part: part[:rounds], answer.nodes),
+        logprobs=jax.tree.map(lambda part: part[:num_tokens], answer.logprobs),
+    )
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """Concatenate two pytrees of arrays along axis 0; None before the first."""
+    return new if old is None else jax.tree.map(lambda *pair: np.concatenate(pair), old, new)

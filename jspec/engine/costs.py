@@ -8,7 +8,7 @@ import numpy as np
 
 from jspec.core.types import Params, Shared
 from jspec.drafters.adaptive.drafter import Adaptive, Costs
-from jspec.engine.batch import Batch, advance, with_prompts
+from jspec.engine.batch import Batch, Price, advance, with_prompts
 from jspec.engine.plan import Plan
 
 _LAUNCH_SECONDS, _MIN_ROUNDS = 0.1, 4  # of a timed launch
@@ -23,14 +23,22 @@ class CostTable:
     def __init__(self):
         self._seconds: dict[tuple[int, ...], np.ndarray] = {}
 
+    def pricing(self, plan: Plan) -> Price | None:
+        """Return ``price`` if the plan's drafter chooses by costs, else None."""
+        return self.price if _chooses_by_costs(plan) else None
+
     def price(self, plan: Plan, params: Params, batch: Batch) -> Shared:
         """Return ``batch.shared``, with measured costs if the drafter chooses by costs."""
-        if not (isinstance(plan.drafter, Adaptive) and plan.drafter.by_costs):
+        if not _chooses_by_costs(plan):
             return batch.shared
         shape = batch.state.history.tokens.shape
         if shape not in self._seconds:
             self._seconds[shape] = np.asarray(calibrate(plan, params, batch).seconds)
         return batch.shared.replace(seconds=self._seconds[shape])
+
+
+def _chooses_by_costs(plan: Plan) -> bool:
+    return isinstance(plan.drafter, Adaptive) and plan.drafter.by_costs
 
 
 def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:

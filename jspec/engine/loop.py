@@ -10,7 +10,7 @@ from jax import lax
 
 from jspec.core import kv_cache, logprobs, modes, shape_checks, token_fsm, trees
 from jspec.core.history import extend_history, trim_draft, with_root
-from jspec.core.logprobs import Logprobs
+from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import (
     Array,
     Draft,
@@ -25,28 +25,9 @@ from jspec.core.types import (
     Tree,
     Verdict,
 )
+from jspec.engine import launches
+from jspec.engine.launches import Launch, Profile
 from jspec.engine.plan import Plan
-
-
-@struct.dataclass
-class Trace:
-    """The drafts of the first R rounds, for inspection."""
-
-    accepted: Array  # [R, B] int32, -1 where the sequence did not run
-    drafted: Array  # [R, B] int32
-    tokens: Array | None  # [R, B, N] int32, -1 where a node is not valid; None: not recorded
-    parents: Array | None  # [R, B, N] int32
-
-
-@struct.dataclass
-class Stats:
-    """Counts of a generation, per sequence."""
-
-    rounds: Array  # [B] int32, passes of the target while the sequence ran
-    drafts: Array  # [B] int32, rounds with at least one drafted token
-    drafted: Array  # [B] int32, drafted tokens
-    accepted: Array  # [B, K+1] int32, number of drafts with 0..K accepted tokens
-    trace: Trace | None = None
 
 
 @struct.dataclass
@@ -57,35 +38,81 @@ class DecodeState:
     cache: kv_cache.KVCache
     memory: Memory  # of the drafter
     done: Array  # [B] bool
-    stats: Stats
     round: Array  # [] int32
-    logprobs: Logprobs | None = None  # of the tokens of ``history``; None: not requested
 
 
-Carry = tuple[Shared, DecodeState]  # of the loop
+# Of the loop. The last item is None for those who want no results.
+Carry = tuple[Shared, DecodeState, Launch | None]
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
 def decode(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, until: Array
-) -> Carry:
+) -> tuple[Shared, DecodeState]:
     """Run rounds until every sequence is done or ``state.round`` reaches ``until`` (int32 []).
 
     One ``lax.while_loop`` on the device. ``plan`` is static; ``shared`` and ``state`` are consumed.
     A second call with a larger ``until`` continues in the same program.
     """
-    rounds = functools.partial(_rounds, plan, params, request, until)
-    body = functools.partial(_same_form, plan, rounds)
-    return lax.while_loop(functools.partial(_is_running, until), body, (shared, state))
+    is_running = functools.partial(_is_running, until)
+    return _loop(plan, params, request, is_running, (shared, state, None))[:2]
 
 
-def step(plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState) -> Carry:
+@functools.partial(
+    jax.jit, static_argnames=("plan", "profile"), donate_argnames=("shared", "state")
+)
+def launch(
+    plan: Plan,
+    profile: Profile,
+    params: Params,
+    request: Request,
+    shared: Shared,
+    state: DecodeState,
+    rounds: Array,
+    watched: Array,
+) -> tuple[Shared, DecodeState, Launch]:
+    """Run up to ``rounds`` rounds; return what they did.
+
+    The loop ends as soon as a row of ``watched`` is done, at once if one is done already. So the
+    next launch may be dispatched before this one is read: it does nothing while a row is to leave.
+
+    Args:
+      plan: static.
+      profile: static; ``profile.rounds`` are run at most.
+      params: weights.
+      request: settings of the rows.
+      shared: the drafter's state that outlives calls; consumed.
+      state: consumed.
+      rounds: int32 [].
+      watched: bool [B].
+    """
+    until = state.round + jnp.minimum(rounds, profile.rounds)
+    is_running = lambda carry: _is_running(until, carry) & ~(carry[1].done & watched).any()
+    carry = shared, state, launches.empty(profile, plan.drafter, state.history)
+    shared, state, ran = _loop(plan, params, request, is_running, carry)
+    return shared, state, launches.ended(ran, profile, plan.drafter, state.history, state.done)
+
+
+def step(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Shared, DecodeState]:
     """Add 1 to K+1 tokens to every unfinished sequence.
 
     Invariant, on entry and on exit: the caches hold every committed token except the last one,
     which is the root (node 0) of the next draft.
     """
-    return _rounds(plan, params, request, state.round + 1, (shared, state))
+    is_running = functools.partial(_is_running, state.round + 1)
+    return _rounds(plan, params, request, is_running, (shared, state, None))[:2]
+
+
+Condition = Callable[[Carry], Array]
+
+
+def _loop(
+    plan: Plan, params: Params, request: Request, is_running: Condition, carry: Carry
+) -> Carry:
+    rounds = functools.partial(_rounds, plan, params, request, is_running)
+    return lax.while_loop(is_running, functools.partial(_same_form, plan, rounds), carry)
 
 
 def _is_running(until: Array, carry: Carry) -> Array:
@@ -94,41 +121,48 @@ def _is_running(until: Array, carry: Carry) -> Array:
 
 def _same_form(plan: Plan, run: Callable, carry: Carry) -> Carry:
     """Run one iteration; refuse a drafter whose state changes its shapes or dtypes."""
-    of_drafter = lambda shared, state: {"memory": state.memory, "shared": shared}
+    of_drafter = lambda shared, state, _: {"memory": state.memory, "shared": shared}
     after = run(carry)
     shape_checks.check_carry(plan.drafter, of_drafter(*carry), of_drafter(*after))
     return after
 
 
-def _rounds(plan: Plan, params: Params, request: Request, until: Array, carry: Carry) -> Carry:
+def _rounds(
+    plan: Plan, params: Params, request: Request, is_running: Condition, carry: Carry
+) -> Carry:
     """Run one round; with a ``MultiMode`` drafter, all rounds that keep the mode it selects."""
     if not isinstance(plan.drafter, MultiMode):
         return _round(plan, params, request, carry)
-    shared, state = carry
+    shared, state, ran = carry
     with jax.named_scope("draft"):
         memory, selected = plan.drafter.select_mode(
             params, request, shared, state.memory, state.history
         )
-    carry = shared, state.replace(memory=memory)
+    carry = shared, state.replace(memory=memory), ran
     for index, mode in enumerate(plan.drafter.modes):
         # Each mode is a loop of its own, since a branch of a conditional would copy the caches.
         in_mode = plan.in_mode(mode)
-        carry = _rounds_in_mode(in_mode, params, request, until, selected == index, carry)
+        carry = _rounds_in_mode(in_mode, params, request, is_running, selected == index, carry)
     return carry
 
 
 def _rounds_in_mode(
-    plan: Plan, params: Params, request: Request, until: Array, is_selected: Array, carry: Carry
+    plan: Plan,
+    params: Params,
+    request: Request,
+    is_running: Condition,
+    is_selected: Array,
+    carry: Carry,
 ) -> Carry:
     """Run the rounds of one mode, until it changes or a sequence ends; none if not selected."""
     first, done = carry[1].round, carry[1].done
 
     def keeps_mode(carry: Carry) -> Array:
-        shared, state = carry
+        shared, state, _ = carry
         keeps = plan.drafter.keeps_mode(request, shared, state.memory, state.history)
         keeps &= (state.done == done).all()
         keeps |= state.round == first  # at least one round, or ``decode`` would not progress
-        return is_selected & keeps & _is_running(until, carry)
+        return is_selected & keeps & is_running(carry)
 
     run = functools.partial(_round, plan, params, request)
     return lax.while_loop(keeps_mode, functools.partial(_same_form, plan, run), carry)
@@ -136,7 +170,7 @@ def _rounds_in_mode(
 
 def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
     """Run one round of a drafter with one mode."""
-    shared, state = carry
+    shared, state, ran = carry
     batch = state.done.shape[0]
 
     # Draft N nodes per sequence, root included, parents before children.
@@ -154,10 +188,9 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
     out, verdict = _verify(plan, params, request, state, draft, tree)
     verdict = verdict.replace(num_emitted=jnp.where(state.done, 0, verdict.num_emitted))
-    scores = state.logprobs
-    if scores is not None:
+    if ran is not None:
         judged = draft, tree, verdict, out.logits
-        scores = logprobs.record(scores, request.sampling, state.history, *judged)
+        ran = launches.score(ran, request.sampling, state.history, *judged)
 
     # Commit the accepted path and drop the rest.
     with jax.named_scope("commit"):
@@ -165,15 +198,9 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
         learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
         memory, shared = shape_checks.check_update(plan.drafter, learned)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)
-    return shared, DecodeState(
-        history=history,
-        cache=cache,
-        memory=memory,
-        done=state.done | ended,
-        stats=_record(state.stats, state.round, draft, tree, verdict),
-        round=state.round + 1,
-        logprobs=scores,
-    )
+    ran = None if ran is None else launches.record(ran, draft, tree, verdict)
+    done = state.done | ended
+    return shared, DecodeState(history, cache, memory, done, state.round + 1), ran
 
 
 def _verify(
@@ -236,7 +263,9 @@ def _pad(
     return out, verdict.replace(path=modes.widen(verdict.path, 1, max_depth + 1))
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory", "scores"))
+@functools.partial(
+    jax.jit, static_argnames=("plan", "scoring"), donate_argnames=("cache", "memory")
+)
 def prefill(
     plan: Plan,
     params: Params,
@@ -245,12 +274,12 @@ def prefill(
     chunk: Array,
     start: Array,
     valid: Array,
-    scores: Logprobs | None = None,
+    scoring: Scoring | None = None,
 ) -> tuple[kv_cache.KVCache, Memory, Logprobs | None]:
     """Prefill a chunk of the prompts into the caches of target and drafter.
 
-    Consumes ``cache``, ``memory`` and ``scores``. A prompt's last token is not prefilled: it is the
-    root of the first round.
+    Consumes ``cache`` and ``memory``. A prompt's last token is not prefilled: it is the root of the
+    first round.
 
     Args:
       plan: static.
@@ -260,7 +289,7 @@ def prefill(
       chunk: int32 [B, C+1], C tokens and one of look-ahead.
       start: int32 [], position of the chunk's first token.
       valid: int32 [B], number of the C tokens that each sequence prefills.
-      scores: None, or the buffers in which to score the C tokens after the chunk's first.
+      scoring: static; how to score the C tokens after the chunk's first. None: no scores.
     """
     batch, size = chunk.shape[0], chunk.shape[1] - 1
     tree = trees.chain_tree(batch, size)
@@ -268,9 +297,9 @@ def prefill(
     nodes = jnp.broadcast_to(jnp.arange(size), (batch, size))
     prefilled = plan.drafter.prefill(params, memory, chunk, out.features, start, valid)
     shape_checks.check_carry(plan.drafter, {"memory": memory}, {"memory": prefilled}, prompt=True)
-    if scores is not None:
-        fresh = logprobs.score(out.logits, chunk[:, 1:], scores.count, scores.mode)
-        scores = logprobs.write(scores, fresh, jnp.broadcast_to(start + 1, (batch,)))
+    scores = None
+    if scoring is not None:
+        scores = logprobs.score(out.logits, chunk[:, 1:], scoring.count, scoring.mode)
     return kv_cache.append(cache, out.tree_kv, nodes, valid), prefilled, scores
 
 
@@ -279,61 +308,17 @@ def init_shared(plan: Plan) -> Shared:
     return plan.drafter.init_shared() if isinstance(plan.drafter, Sharing) else ()
 
 
-def on_finished(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
-    """Hand the drafter the sequences that the host ended. Consumes ``shared``.
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
+def cancel(
+    plan: Plan, request: Request, shared: Shared, state: DecodeState, rows: Array
+) -> tuple[Request, Shared, DecodeState]:
+    """End ``rows``, bool [B], as at a stop string: their length becomes their limit.
 
-    Sequences that ended by themselves were handed over in their last round.
+    A drafter with shared state is handed their texts. Consumes ``shared`` and ``state``.
     """
-    return _on_finished(plan, shared, state) if isinstance(plan.drafter, Sharing) else shared
-
-
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="shared")
-def _on_finished(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
-    return plan.drafter.on_finished(shared, state.memory, state.history)
-
-
-def init_stats(plan: Plan, batch: int) -> Stats:
-    """Return zero counts, and the buffers of the trace that ``plan`` records."""
-    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-    trace = None
-    if plan.record_rounds:
-        unset = lambda *nodes: zeros(plan.record_rounds, batch, *nodes) - 1
-        of_nodes = lambda: unset(plan.drafter.tree_size) if plan.record_nodes else None
-        trace = Trace(unset(), unset(), of_nodes(), of_nodes())
-    histogram = zeros(batch, plan.drafter.max_depth + 1)
-    return Stats(zeros(batch), zeros(batch), zeros(batch), histogram, trace)
-
-
-def _record(stats: Stats, round_index: Array, draft: Draft, tree: Tree, verdict: Verdict) -> Stats:
-    """Count one round. Finished sequences count nothing."""
-    ran = verdict.num_emitted > 0
-    num_drafted = draft.valid[:, 1:].sum(1, dtype=jnp.int32)
-    has_draft = ran & (num_drafted > 0)
-    num_accepted = jnp.maximum(verdict.num_emitted - 1, 0)
-    histogram = num_accepted[:, None] == jnp.arange(stats.accepted.shape[1])
-    return Stats(
-        rounds=stats.rounds + ran,
-        drafts=stats.drafts + has_draft,
-        drafted=stats.drafted + jnp.where(ran, num_drafted, 0),
-        accepted=stats.accepted + (histogram & has_draft[:, None]),
-        trace=_record_trace(stats.trace, round_index, draft, tree, ran, num_accepted, num_drafted),
-    )
-
-
-def _record_trace(trace, round_index, draft, tree, ran, num_accepted, num_drafted):
-    if trace is None:
-        return None
-    put = lambda buffer, values: buffer.at[round_index].set(values, mode="drop")
-    trace = trace.replace(
-        accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),
-        drafted=put(trace.drafted, num_drafted),
-    )
-    if trace.tokens is None:
-        return trace
-    valid = draft.valid & ran[:, None]
-    missing = trace.tokens.shape[2] - valid.shape[1]  # the drafts of a mode may be smaller
-    nodes = lambda x: jnp.pad(jnp.where(valid, x, -1), ((0, 0), (0, missing)), constant_values=-1)
-    return trace.replace(
-        tokens=put(trace.tokens, nodes(draft.tokens)),
-        parents=put(trace.parents, nodes(tree.parents)),
-    )
+    limit = jnp.where(rows, state.history.length, request.max_length)
+    if isinstance(plan.drafter, Sharing):
+        learned = plan.drafter.on_finished(shared, state.memory, state.history, rows)
+        memory, shared = shape_checks.check_update(plan.drafter, learned)
+        state = state.replace(memory=memory)
+    return request.replace(max_length=limit), shared, state.replace(done=state.done | rows)

@@ -7,7 +7,7 @@ from jspec.core import validation
 from jspec.core.types import Array, Draft, Drafter, History, Mode, Request, Target, Tree, Verdict
 from jspec.drafters.trees import tree_settings
 from jspec.util.messages import shown
-from jspec.util.values import are_whole, is_whole, listed
+from jspec.util.values import are_whole, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,6 @@ class RoundPlan:
     # ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the drafter's
     # own ``node_buckets``, or else 1 and ``tree_size``.
     node_buckets: tuple[int, ...] = ()
-    record_rounds: int = 0  # rounds whose drafts are recorded
-    record_nodes: bool = True  # whether to record nodes, or only numbers of tokens
 
     @property
     def effective_rule(self) -> verify.Rule:
@@ -50,7 +48,7 @@ class Plan(RoundPlan):
     Raises:
       ValueError: target or drafter lack a member; the rule is unknown, not exact for the drafter's
         proposals, or set for other depths; it needs a kernel that these proposals never reach, or
-        noise that the drafter cannot share; ``node_buckets`` or ``record_rounds`` is out of range.
+        noise that the drafter cannot share; ``node_buckets`` is out of range.
     """
 
     def __post_init__(self):
@@ -69,10 +67,6 @@ class Plan(RoundPlan):
         _check_kernel(self._rule, self.drafter)
         if self._rule.shares_noise:
             object.__setattr__(self, "drafter", validation.sharing_noise(self.drafter))
-        if not is_whole(self.record_rounds, 0):
-            raise ValueError(
-                f"record_rounds={shown(self.record_rounds)} must be a whole number, 0 for none."
-            )
         buckets = listed("node_buckets", self.node_buckets)
         buckets = buckets or tree_settings.node_buckets(self.drafter)
         size = self.drafter.tree_size
@@ -94,7 +88,7 @@ class Plan(RoundPlan):
         has_rule = not self._rule.lossless or mode.proposal in self._rule.exact_for
         rule, sizes = self.rule if has_rule else "match", {mode.tree_size, *self.node_buckets}
         buckets = tuple(size for size in tree_settings.node_buckets(mode) if size in sizes)
-        return RoundPlan(self.target, mode, rule, buckets, self.record_rounds, self.record_nodes)
+        return RoundPlan(self.target, mode, rule, buckets)
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

@@ -1,17 +1,13 @@
-"""One sequence to generate, and the arrays of a batch of sequences."""
+"""One sequence to generate, and what it may ask for."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from jspec.core import sampling
-from jspec.core.logits_processors import PROCESSORS, LogitsProcessor, LogitsProcessors
-from jspec.core.parameters import Parameter, column, padded
+from jspec.core.logits_processors import PROCESSORS, LogitsProcessor
+from jspec.core.parameters import Parameter
 from jspec.core.sampling import FILTERS
-from jspec.core.types import Request, Sampling, Target
-from jspec.grammar import automata
+from jspec.core.types import Target
 from jspec.grammar.automata import Grammar
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, is_function, is_real, is_whole, listed
@@ -106,12 +102,6 @@ class SequenceParams(_Parameters):
         return (*self.stop_token_ids, *self.late_token_ids) if self.min_tokens else ()
 
     @property
-    def filters(self) -> tuple[str, ...]:
-        """The logits processors and sampling filters that this sequence uses, in order."""
-        processors = [name for name, processor in PROCESSORS.items() if processor.used(self)]
-        return (*processors, *sampling.used_filters(self))
-
-    @property
     def token_ids(self) -> Iterator[tuple[str, int]]:
         """The (parameter, token id) pairs of ids whose logits it changes."""
         yield from (("logit_bias", token) for token, _ in self.logit_bias)
@@ -162,54 +152,3 @@ def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
                     f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
                     f"{target.vocab_size} tokens; leave it out."
                 )
-
-
-def filters_of(
-    sequences: Sequence[SequenceParams], filters: Sequence[str] | None = None
-) -> tuple[str, ...]:
-    """Return ``filters`` in order. None gives the processors and filters that the sequences use.
-
-    Raises:
-      ValueError: one of ``filters`` is unknown, or one that a sequence uses is missing.
-    """
-    names = (*PROCESSORS, *FILTERS)
-    used = {name for sequence in sequences for name in sequence.filters}
-    if filters is None:
-        return tuple(name for name in names if name in used)
-    if not isinstance(filters, tuple | list) or not all(name in names for name in filters):
-        known = ", ".join(map(repr, names))
-        raise ValueError(f"filters={shown(filters)} must be a tuple of names among {known}.")
-    missing = [repr(name) for name in names if name in used and name not in filters]
-    if missing:
-        raise ValueError(
-            f"filters={shown(filters)} lack {', '.join(missing)}, which the sequences use; add "
-            "what is missing, or leave filters out."
-        )
-    return tuple(name for name in names if name in filters)
-
-
-def request_of(
-    sequences: Sequence[SequenceParams], size: int, filters: tuple[str, ...], vocab_size: int
-) -> tuple[Request, np.ndarray]:
-    """Return the arrays of a batch of ``size``, and the streams [B]. Padding is greedy.
-
-    ``Request.keys`` holds the words of the seeds, uint32 [B, 2], not yet folded with the streams.
-    """
-    seeds = np.zeros((size, 2), np.uint32)
-    for index, sequence in enumerate(sequences):
-        seeds[index] = (sequence.seed >> 32) & 0xFFFFFFFF, sequence.seed & 0xFFFFFFFF
-    joined = lambda sequences, *_: automata.joined([each.grammar for each in sequences], size)
-    arrays = {
-        name: (entry.arrays or joined)(sequences, size, vocab_size)
-        for name, entry in PROCESSORS.items()
-        if name in filters
-    }
-    settings = Sampling(
-        values={name: entry.array(sequences, size) for name, entry in FILTERS.items()},
-        processors=LogitsProcessors(arrays) if arrays else None,
-        names=tuple(name for name in filters if name in FILTERS),
-    )
-    limits = (len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
-    streams = column((sequence.stream for sequence in sequences), size, 0, np.uint32)
-    stops = padded((sequence.stop_token_ids for sequence in sequences), size)
-    return Request(seeds, settings, stops, column(limits, size, 1, np.int32)), streams

@@ -387,14 +387,26 @@ def _with_metaspace(token: str) -> bytes:
     return token.replace("\u2581", " ").encode()
 
 
-def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
-    """Return the automaton of a batch of ``size`` rows; rows without a grammar are free."""
-    unique = list(dict.fromkeys(grammar for grammar in grammars if grammar is not None))
+def joined(grammars: Sequence[Grammar | None], known: Sequence[Grammar] = ()) -> Automaton:
+    """Return the automaton of a batch; rows without a grammar are free.
+
+    The states of ``known`` grammars come first, in this order: a batch that knows the same ones
+    numbers them alike.
+    """
+    unique = tuple(dict.fromkeys((*known, *(each for each in grammars if each is not None))))
+    automaton, begin = _united(unique)
+    start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
+    return automaton.replace(start=np.array(start, np.int32))
+
+
+@functools.lru_cache(maxsize=8)
+def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int]]:
+    """Return the automaton of different grammars, without rows, and their first states."""
     none = np.empty(0, np.int32)
     first, tokens, following = [np.zeros(1, np.int32)], [none], [none]
     listed, forbids, begin = [none], [True], {}
     states = transitions = 0
-    for grammar in unique:
+    for grammar in grammars:
         begin[grammar] = states + 1 + grammar.start
         first.append(grammar.first[:-1] + transitions)
         tokens.append(grammar.tokens)
@@ -405,21 +417,21 @@ def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
         transitions += grammar.tokens.size
     rows = np.diff(np.append(np.concatenate(first), transitions))
     lengths = [part.size for part in listed]
-    start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
     count = bucket(states + 1)
 
     def padded(parts: list[np.ndarray], length: int, fill: int) -> np.ndarray:
         values = np.concatenate(parts).astype(np.int32)
         return np.pad(values, (0, length - len(values)), constant_values=fill)
 
-    return Automaton(
+    automaton = Automaton(
         first=padded(first, count + 1, transitions),
         tokens=padded(tokens, bucket(transitions), -1),
         following=padded(following, bucket(transitions), FREE),
         first_listed=padded([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
         listed=padded(listed, bucket(sum(lengths)), -1),
         forbids=np.pad(np.array(forbids), (0, count - len(forbids))),
-        start=np.array(start + [FREE] * (size - len(start)), np.int32),
+        start=none,
         longest=bucket(max(lengths), 1),
         steps=bucket(int(rows.max()), 1).bit_length(),
     )
+    return automaton, begin

@@ -15,8 +15,9 @@ from jspec.core.sampling import FILTERS
 from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.drafters.adaptive.drafter import Adaptive
-from jspec.engine.loop import DecodeState, decode, init_shared, init_stats
+from jspec.engine.loop import DecodeState, init_shared, launch
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
@@ -184,7 +185,7 @@ def plans(implementation: str | None) -> dict[str, Plan]:
 
 
 def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
-    """Trace the decode loop of a plan, sampled."""
+    """Trace a launch of the loop of a plan, sampled."""
     narrow = dict(dtype=jnp.bfloat16)
     networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
     init = networks[type(_network_of(plan))].init_params
@@ -197,10 +198,9 @@ def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
     )
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
     state = jax.eval_shape(functools.partial(_state, plan), params, request)
-    until = jax.ShapeDtypeStruct((), jnp.int32)
-    return decode.trace(
-        plan, put(params, weights=True), put(request), put(shared), put(state), put(until)
-    )
+    rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
+    weights, rest = put(params, weights=True), (request, shared, state, rounds, watched)
+    return launch.trace(plan, Profile(), weights, *map(put, rest))
 
 
 def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
@@ -222,7 +222,6 @@ def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
         cache=plan.target.init_cache(BATCH, CAPACITY),
         memory=plan.drafter.init(params, request, CAPACITY),
         done=jnp.zeros((BATCH,), bool),
-        stats=init_stats(plan, BATCH),
         round=jnp.int32(0),
     )
 

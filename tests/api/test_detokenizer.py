@@ -202,11 +202,8 @@ def answer(tokens, finish_reason=None, stop_token=None):
     steps = (np.zeros(count, int), np.zeros(count, int))
     return Answer(
         np.array(list(tokens)),
+        steps,
+        4,
         finish_reason,
         stop_token,
-        count,
-        0,
-        0,
-        np.zeros(1, int),
-        steps=steps,
     )

@@ -19,6 +19,7 @@ from jspec.api import llm as llm_module
 from jspec.api.build import build_plan
 from jspec.drafters.ngram import NGram
 from jspec.engine import loading
+from jspec.engine.loop import launch
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
@@ -433,9 +434,9 @@ def test_models_load_from_their_directories_in_the_requested_dtype(root, whole, 
     config = {"model": str(paths["draft"]), "num_speculative_tokens": 3}
     llm = jspec.LLM(str(paths["target"]), config, dtype="float32", per_request_stats="detailed")
     open_llm("draft_model").generate(PROMPTS, MIXED)  # its program may be evicted by now
-    before = jspec.decode._cache_size()
+    before = launch._cache_size()
     assert texts(llm.generate(PROMPTS, MIXED)) == texts(whole["draft_model"])
-    assert jspec.decode._cache_size() == before  # an equal plan is an equal program
+    assert launch._cache_size() == before  # an equal plan is an equal program
 
 
 def test_logits_are_those_of_generation(root, whole):

@@ -5,7 +5,7 @@ import pytest
 
 from jspec.api import metrics
 from jspec.api.metrics import Counter, Counts, Gauge, Vector
-from jspec.engine.batch import Answer
+from jspec.engine.answers import Answer, cut
 
 # K = 3. Rounds drafted 3, 0, 3, 2 and 3 tokens, of which 3, 0, 0, 1 and 1 were accepted.
 ACCEPTED = [3, 0, 0, 1, 1]
@@ -18,15 +18,10 @@ def answer(parents=CHAIN):
     pad = lambda row, fill: [fill, *row, *[-1] * (3 - len(row))]
     return Answer(
         tokens=np.arange(10) + 100,
-        finish_reason="length",
-        stop_token=None,
-        rounds=5,
-        drafts=4,
-        drafted=11,
-        accepted=np.array([1, 2, 0, 1]),
         steps=(np.array(ACCEPTED), np.array([len(ids) for ids in IDS])),
-        trace=(
-            np.array(ACCEPTED),
+        max_depth=3,
+        finish_reason="length",
+        nodes=(
             np.array([pad(ids, 1) for ids in IDS]),
             np.array([pad(parents[: len(ids)], 0) for ids in IDS]),
         ),
@@ -112,7 +107,7 @@ def test_details_of_trees_name_the_parents_by_index_in_the_step():
     ],
 )
 def test_a_cut_answer_counts_as_if_it_had_ended_there(num_tokens, accepted, drafted):
-    short = metrics.cut(answer(), num_tokens)
+    short = cut(answer(), num_tokens)
     stats = metrics.request_stats(short, detailed=True)
     assert stats["per_step_accepted"] == accepted
     assert stats["num_draft_tokens"] == drafted == sum(stats["per_step_drafted"])

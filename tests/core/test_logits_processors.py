@@ -14,7 +14,8 @@ from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import SequenceParams, filters_of, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from tests import tiny
 from tests.drafters.several import DRAFTERS
 from tests.plain_processors import plainly
@@ -81,7 +82,7 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
         nodes[index, 0] = (*row.prompt, *ANSWERS[index])[-1]
     draft = Draft(jnp.asarray(nodes, jnp.int32), parents, jnp.ones(nodes.shape, bool), max_depth=4)
     tree = trees.broadcast(trees.from_parents(parents, 4), len(SEQUENCES))
-    request, _ = request_of(SEQUENCES, len(SEQUENCES), filters_of(SEQUENCES), V)
+    request, _ = request_of(SEQUENCES, Profile().grown(SEQUENCES), V)
     apply = jax.jit(
         lambda *inputs: logits_processors.apply(*inputs, Branches.of_draft(history, draft, tree))
     )
@@ -175,15 +176,15 @@ def test_other_values_compile_nothing():
     ]
     plan = Plan(tiny.TARGET, tiny.NONE)
     host.generate_sequences(plan, tiny.params(), rows)  # compiles it, if not compiled yet
-    before = loop.decode._cache_size()
+    before = loop.launch._cache_size()
     host.generate_sequences(plan, tiny.params(), changed)
-    assert loop.decode._cache_size() == before
+    assert loop.launch._cache_size() == before
 
 
 def test_a_drafter_without_any_allowed_token_keeps_its_logits():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 3)), jnp.float32)
     row = SequenceParams((1,), allowed_token_ids=(5, 6))
-    request, _ = request_of([row], 1, row.filters, V)
+    request, _ = request_of([row], Profile().grown([row]), V)
     branches = Branches.at_root(History(jnp.ones((1, 4), jnp.int32), jnp.ones(1, jnp.int32)))
     apply = lambda ids: logits_processors.apply_to_draft(
         logits, request.sampling.processors, branches, V, jnp.array(ids)

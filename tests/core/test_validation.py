@@ -12,6 +12,7 @@ from jspec.core.logprobs import Scoring
 from jspec.drafters import Hybrid, ParallelDraftModel
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine.batch import SequenceParams, generate_sequences, start
+from jspec.engine.profile import Profile
 from jspec.models.decoder import Decoder
 from tests import tiny
 from tests.drafters import heads
@@ -166,7 +167,10 @@ def test_unknown_settings_of_generate_raise():
             "grammar='[a-z]' must be what jspec.grammar.automata.compiled",
         ),
         (lambda: Scoring(1.5), "count=1.5 must be a whole number, 0 or more"),
-        (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),
+        (
+            lambda: start(PLAIN, WEIGHTS, [PICKY], profile=Profile(scoring=Scoring(65))),
+            "count=65 of Scoring must",
+        ),
     ],
 )
 def test_errors_name_the_invalid_sequence_setting(call, words):
@@ -177,28 +181,6 @@ def test_errors_name_the_invalid_sequence_setting(call, words):
 
 def test_no_sequences_give_no_answers():
     assert generate_sequences(PLAIN, WEIGHTS, []) == []
-
-
-@pytest.mark.parametrize(
-    ("filters", "words"),
-    [
-        ((), "filters=() lack 'allowed_token_ids', 'temperature', which the sequences use; add"),
-        (("temperature",), "lack 'allowed_token_ids', which"),
-        (("temprature",), "filters=('temprature',) must be a tuple of names among 'structured_out"),
-        ("temperature", "filters='temperature' must be a tuple of names among"),
-        (3, "filters=3 must be a tuple"),
-    ],
-)
-def test_filters_must_include_those_that_a_sequence_uses(filters, words):
-    with pytest.raises(ValueError) as error:
-        start(PLAIN, WEIGHTS, [PICKY], filters=filters)
-    assert words in str(error.value)
-
-
-def test_filters_are_sorted_so_that_programs_are_shared():
-    filters = ["top_k", "temperature", "allowed_token_ids"]
-    batch = start(PLAIN, WEIGHTS, [PICKY], filters=filters)
-    assert batch.request.sampling.names == ("temperature", "top_k")
 
 
 def test_without_filters_those_in_use_are_compiled():

@@ -48,11 +48,11 @@ def quick_costs(monkeypatch):
 
 def rounds(drafter, rows=ROWS, shared=None, kind=0, plain=PLAIN):
     """Return accepted and drafted tokens of every round of the first row; check all texts."""
-    plan = Plan(TARGET, drafter, record_rounds=64)
+    plan = Plan(TARGET, drafter)
     params = Params(WEIGHTS, script(rows, plain, kind, length=128))
-    batch = host.start(plan, params, rows)
+    batch = host.start(plan, params, rows, profile=tiny.NODES)
     shared = loop.init_shared(plan) if shared is None else shared
-    answers = host.read(host.advance(plan, params, batch.replace(shared=shared)))
+    answers = host.advance(plan, params, batch.replace(shared=shared)).answers
     for answer, expected in zip(answers, plain, strict=True):
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
     return answers[0].trace[0].tolist(), (answers[0].trace[1][:, 1:] >= 0).sum(1).tolist()
@@ -109,10 +109,12 @@ def long_text():
 def test_a_paused_row_is_retried_at_intervals_that_double():
     rows, plain = long_text()
     drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
-    plan = Plan(TARGET, drafter, record_rounds=512)
+    plan = Plan(TARGET, drafter)
     params = Params(WEIGHTS, script(rows, plain, 1, length=512))
-    batch = host.start(plan, params, rows).replace(shared=costs(drafter, 1.0, 1.3, 1.4))
-    (answer,) = host.read(host.advance(plan, params, batch))
+    batch = host.start(plan, params, rows, profile=tiny.NODES).replace(
+        shared=costs(drafter, 1.0, 1.3, 1.4)
+    )
+    (answer,) = host.advance(plan, params, batch).answers
     lengths = (answer.trace[1][:, 1:] >= 0).sum(1)
     drafted = np.flatnonzero(lengths)
     pauses = np.diff(drafted)[np.diff(drafted) > 1] - 1
@@ -128,7 +130,7 @@ def test_a_prompt_that_ends_like_a_text_is_drafted_for_like_any_other():
         row = host.SequenceParams((*range(V - 1), V - 1), max_tokens=80, stop_token_ids=stops)
         batch = host.start(plan, Params(around, None), [row])
         batch = batch.replace(shared=costs(drafter, 1.0, 1.05, 1.1))
-        [answer] = host.read(host.advance(plan, Params(around, None), batch))
+        [answer] = host.advance(plan, Params(around, None), batch).answers
         answers.append(answer)
     np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
     assert answers[1].rounds <= answers[0].rounds + 1 < 40
@@ -137,13 +139,13 @@ def test_a_prompt_that_ends_like_a_text_is_drafted_for_like_any_other():
 def test_a_text_that_becomes_easy_is_drafted_for_within_a_few_rounds():
     rows, plain = long_text()
     drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
-    plan = Plan(TARGET, drafter, record_rounds=512)
+    plan = Plan(TARGET, drafter)
     known = script(rows, plain, 0, length=512)
     wrong = script(rows, plain, 1, length=512)
-    batch = host.start(plan, Params(WEIGHTS, wrong), rows)
+    batch = host.start(plan, Params(WEIGHTS, wrong), rows, profile=tiny.NODES)
     batch = batch.replace(shared=costs(drafter, 1.0, 1.2, 1.4))
     batch = host.advance(plan, Params(WEIGHTS, wrong), batch, 60)
-    (answer,) = host.read(host.advance(plan, Params(WEIGHTS, known), batch))
+    (answer,) = host.advance(plan, Params(WEIGHTS, known), batch).answers
     drafted = (answer.trace[1][:, 1:] >= 0).sum(1)[60:]
     assert np.flatnonzero(drafted == 4)[0] <= 40 and (drafted[-9:-1] == 4).all()
 
@@ -207,7 +209,7 @@ def test_a_shortened_draft_is_that_of_a_drafter_of_its_length(name):
     params = Params(tiny.params().target, weights())
     row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=60)
     (one, other) = (
-        host.generate_sequences(Plan(tiny.TARGET, drafter, record_rounds=64), params, [row])[0]
+        host.generate_sequences(Plan(tiny.TARGET, drafter), params, [row], profile=tiny.NODES)[0]
         for drafter in (shortened, short)
     )
     assert one.rounds == other.rounds
@@ -222,8 +224,8 @@ def test_a_draft_model_pauses_and_catches_up():
     drafter = Adaptive(drafting_target, (0, 4), ((2, 2, 0),))
     params = Params(tiny.params().target, tiny.params().target)
     rows = [dataclasses.replace(LINES[i], max_tokens=size) for i, size in ((0, 60), (2, 24))]
-    plan = Plan(tiny.TARGET, drafter, record_rounds=64)
-    answer = host.generate_sequences(plan, params, rows)[0]
+    plan = Plan(tiny.TARGET, drafter)
+    answer = host.generate_sequences(plan, params, rows, profile=tiny.NODES)[0]
     accepted, drafted = answer.trace[0], (answer.trace[1][:, 1:] >= 0).sum(1)
     assert set(drafted[:24]) == {0}  # while both rows run
     first = int(np.argmax(drafted > 0))
@@ -241,10 +243,11 @@ def test_a_paused_drafter_catches_up_before_it_drafts(name):
     # 32 tokens are prefilled together, and the 9 after them before there is a draft.
     row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=45)
     batch = host.advance(rests, params, host.start(rests, params, [row]), 41)
-    assert batch.state.stats.drafted[0] == 0
-    late = host.advance(drafts, params, batch, 1).state
+    assert batch.answers[0].drafted == 0
+    begun = host.advance(drafts, params, batch, 1)
+    assert begun.answers[0].drafted > 0
+    late = begun.state
     always = host.advance(drafts, params, host.start(drafts, params, [row])).state
-    assert late.stats.drafted[0] > 0
     length = int(late.memory.inner.cache.length[0])
     assert length > 58
     for one, other in zip(
@@ -344,15 +347,15 @@ def test_one_step_is_one_round_of_any_length():
             break
         shared, state = step(shared, state)
         assert state.round == count
-    whole = host.advance(plan, params, begun.replace(shared=loop.init_shared(plan))).state
-    assert whole.done.all()
+    whole = host.advance(plan, params, begun.replace(shared=loop.init_shared(plan)))
+    assert whole.state.done.all()
     for one, other in zip(
-        jax.tree.leaves((state.history, state.stats, state.round)),
-        jax.tree.leaves((whole.history, whole.stats, whole.round)),
+        jax.tree.leaves((state.history, state.round)),
+        jax.tree.leaves((whole.state.history, whole.state.round)),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
-    assert len(set(np.asarray(state.stats.drafted))) > 1
+    assert len({answer.drafted for answer in whole.answers}) > 1
 
 
 def test_a_rule_for_drawn_chains_is_not_used_where_nothing_is_drafted():
@@ -391,13 +394,13 @@ def test_costs_are_measured_in_the_program_that_decodes():
     drafter = Adaptive(tiny.DRAFT, (0, 4))
     plan = Plan(tiny.TARGET, drafter)
     batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
-    before = loop.decode._cache_size()
+    before = loop.launch._cache_size()
     shared = engine_costs.calibrate(plan, tiny.params(), batch)
     batch = batch.replace(shared=shared)
     assert (shared.seconds > 0).all() and np.isfinite(shared.seconds).all()
     assert shared.seconds[1] > shared.seconds[0]  # four passes of a draft model more
-    host.read(host.advance(plan, tiny.params(), batch))  # the batch was not consumed
-    assert loop.decode._cache_size() == before + 1
+    host.advance(plan, tiny.params(), batch)  # the batch was not consumed
+    assert loop.launch._cache_size() == before + 1
 
 
 def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):

@@ -28,10 +28,12 @@ ROWS = [
 ]
 
 
-def answers(drafter, rule="coupled", drafter_params=None, record_rounds=0):
-    plan = rounds.plan_of(drafter, rule, record_rounds=record_rounds)
+def answers(drafter, rule="coupled", drafter_params=None):
+    plan = rounds.plan_of(drafter, rule)
     weights = tiny.params().drafter if drafter_params is None else drafter_params
-    return host.generate_sequences(plan, Params(tiny.params().target, weights), ROWS)
+    return host.generate_sequences(
+        plan, Params(tiny.params().target, weights), ROWS, profile=tiny.NODES
+    )
 
 
 def texts(outcomes):
@@ -52,14 +54,14 @@ def test_a_vocabulary_of_another_size_is_cut_or_padded(size):
     config = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=size)
     weights = decoder.init_params(jax.random.key(1), config)
     drafter = DraftModel(config, 4, vocab_size=tiny.VOCAB)
-    outcomes = answers(drafter, drafter_params=weights, record_rounds=24)
+    outcomes = answers(drafter, drafter_params=weights)
     assert texts(outcomes) == plain()
     drafted = [answer.trace[1][:, 1:].max() for answer in outcomes]
     assert max(drafted) < min(size, tiny.VOCAB)
 
 
 def test_rounds_past_the_reach_of_the_draft_model_are_plain_steps():
-    outcomes = answers(DraftModel(tiny.DRAFT_CONFIG, 4, max_length=20), record_rounds=24)
+    outcomes = answers(DraftModel(tiny.DRAFT_CONFIG, 4, max_length=20))
     assert texts(outcomes) == plain()
     for row, answer in zip(ROWS, outcomes, strict=True):
         accepted, drafted, _ = answer.trace
@@ -103,7 +105,7 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     plan = fakes.whole(target, drafter)
     batch = host.advance(plan, weights, host.start(plan, weights, short))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
-    assert [len(answer.tokens) for answer in host.read(batch)] == [6]
+    assert [len(answer.tokens) for answer in batch.answers] == [6]
 
 
 # ------------------------------------------------------------------ a vocabulary of its own (TLI)
@@ -211,8 +213,8 @@ def test_shuffled_ids_of_a_draft_model_change_no_draft():
     weights = tiny.params().drafter
     shuffled = weights.replace(embedding=weights.embedding[order])  # tied: the head's rows too
     other = dataclasses.replace(tiny.DRAFT, use_heterogeneous_vocab=True)
-    outcomes = answers(other, "rejection", translating(shuffled, np.arange(64), ours, ours), 24)
-    for answer, expected in zip(outcomes, answers(tiny.DRAFT, "rejection", None, 24), strict=True):
+    outcomes = answers(other, "rejection", translating(shuffled, np.arange(64), ours, ours))
+    for answer, expected in zip(outcomes, answers(tiny.DRAFT, "rejection"), strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
         assert answer.accepted.tolist() == expected.accepted.tolist()
@@ -226,7 +228,7 @@ def test_tokens_unknown_to_the_drafter_change_no_text():
     ways[shared] = np.arange(shared.size)
     drafter = DraftModel(config, 4, "greedy", use_heterogeneous_vocab=True)
     params = translating(weights, shared, np.arange(shared.size), ways)
-    outcomes = answers(drafter, drafter_params=params, record_rounds=24)
+    outcomes = answers(drafter, drafter_params=params)
     assert texts(outcomes) == plain()
     drafted = np.concatenate([answer.trace[1][:, 1:].ravel() for answer in outcomes])
     assert np.isin(drafted[drafted >= 0], shared).all()

@@ -11,8 +11,8 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters import Eagle
+from jspec.engine import admission, loop
 from jspec.engine import batch as host
-from jspec.engine import loop
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from tests import shipped, tiny
@@ -46,8 +46,10 @@ def drafted(case, weights):
     """Return greedy answers with all drafts."""
     method, settings = CASES[case]
     drafter = heads.drafter(method, **settings, draft_sample_method="greedy")
-    plan = plan_of(drafter, record_rounds=64)
-    return drafter, host.generate_sequences(plan, params_of(method, weights), ROWS)
+    plan = plan_of(drafter)
+    return drafter, host.generate_sequences(
+        plan, params_of(method, weights), ROWS, profile=tiny.NODES
+    )
 
 
 # ------------------------------------------------------------------------------------- references
@@ -119,7 +121,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
     plan, params = plan_of(drafter), params_of(method, "random")
     rows = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]
     whole = host.start(plan, params, rows).state.memory
-    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
     parts = host.start(plan, params, rows).state.memory
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)
     if method == "medusa":
@@ -176,13 +178,13 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
         batch = host.advance(plan, weights, host.start(plan, weights, rows))
         held = jax.tree.leaves((batch.state.cache.layers, batch.state.memory.cache.layers))
         assert {leaf.dtype.name for leaf in held} == {"bfloat16"}
-        assert [len(answer.tokens) for answer in host.read(batch)] == [6]
+        assert [len(answer.tokens) for answer in batch.answers] == [6]
 
 
 def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
     drafter = heads.drafter("eagle", 3, tree="sampled", tree_size=8, max_length=30)
-    plan = plan_of(drafter, record_rounds=64)
-    answers = host.generate_sequences(plan, params_of("eagle", "trained"), ROWS)
+    plan = plan_of(drafter)
+    answers = host.generate_sequences(plan, params_of("eagle", "trained"), ROWS, profile=tiny.NODES)
     for row, answer in zip(ROWS, answers, strict=True):
         root = len(row.prompt) - 1
         for accepted, nodes, _ in zip(*answer.trace, strict=True):

@@ -37,9 +37,9 @@ LOOKUP = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 NARROW = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(19,))
 
 
-def run(parts, combine, rounds=0):
+def run(parts, combine):
     drafter = Hybrid(parts, combine)
-    plan = whole(TARGET, drafter, record_rounds=rounds)
+    plan = whole(TARGET, drafter)
     return run_rows(plan, Params(WEIGHTS, (SCRIPT, SCRIPT)), ROWS)
 
 
@@ -62,7 +62,7 @@ def test_the_text_is_that_of_plain_decoding_and_the_better_part_decides_the_roun
 def test_merged_rounds_accept_as_much_as_the_better_part_alone():
     # Both draft by a hash of the position: the same drafts alone and merged.
     first, second = RandomDrafter(K, V), OracleDrafter(1, V)
-    for answer, plain in zip(run((first, second), "merge", 32), PLAIN, strict=True):
+    for answer, plain in zip(run((first, second), "merge"), PLAIN, strict=True):
         text, root = [*ROWS[0].prompt, *plain.tokens], 2
         for accepted, nodes, parents in zip(*answer.trace, strict=True):
             paths, right = {0: ()}, 0
@@ -75,7 +75,7 @@ def test_merged_rounds_accept_as_much_as_the_better_part_alone():
 
 
 def test_rows_switch_to_the_network_once_lookups_fail():
-    answers = run((NeverRightDrafter(K, V), OracleDrafter(K, V)), "choose", 32)
+    answers = run((NeverRightDrafter(K, V), OracleDrafter(K, V)), "choose")
     for answer in answers:
         accepted = answer.trace[0]
         first = int(np.argmax(accepted > 0))
@@ -92,7 +92,7 @@ def test_a_draft_model_that_paused_catches_up_and_drafts_as_well_as_before():
     known = script(rows, text, length=128)
     params = params._replace(drafter=(known, tiny.params().target))
     for combine, lookup in (("merge", OracleDrafter(7, tiny.VOCAB)), ("choose", wrong)):
-        plan = plan_of(Hybrid((lookup, drafting_target), combine), "rejection", record_rounds=64)
+        plan = plan_of(Hybrid((lookup, drafting_target), combine), "rejection")
         (answer,) = run_rows(plan, params, rows)
         np.testing.assert_array_equal(answer.tokens, text[0].tokens)
         accepted = answer.trace[0][:-1]

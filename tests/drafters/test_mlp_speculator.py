@@ -51,7 +51,7 @@ def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     name, settings = CASES[case]
     drafter = speculators.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS)
+    answers = host.generate_sequences(plan_of(drafter), params, ROWS, profile=tiny.NODES)
     reference = reference_of(name, params.drafter, tmp_path)
     total = 0
     for row, text, answer in zip(ROWS, plain(), answers, strict=True):
@@ -167,4 +167,4 @@ def test_a_speculator_in_bfloat16_drafts_as_it_does_on_an_accelerator():
     plan, params = plan_of(drafter), Params(tiny.params().target, narrow)
     batch = host.advance(plan, params, host.start(plan, params, rows))
     assert batch.state.memory.hidden.dtype == jnp.bfloat16
-    assert [len(answer.tokens) for answer in host.read(batch)] == [6]
+    assert [len(answer.tokens) for answer in batch.answers] == [6]

@@ -12,6 +12,7 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files, stitching
 from jspec.core.types import Params
 from jspec.drafters import Mtp
+from jspec.engine import admission
 from jspec.engine import batch as host
 from tests import tiny
 from tests.drafters import heads, mtps, rounds
@@ -45,8 +46,8 @@ def ran(case):
     name, settings = CASES[case]
     drafter = mtps.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    plan = rounds.plan_of(drafter, record_rounds=64)
-    batch = host.start(plan, params, rounds.ROWS)
+    plan = rounds.plan_of(drafter)
+    batch = host.start(plan, params, rounds.ROWS, profile=tiny.NODES)
     return drafter, params, host.advance(plan, params, batch)
 
 
@@ -74,7 +75,7 @@ def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
     drafter, _, batch = ran(case)
     head, total = reference(case, tmp_path), 0
-    pairs = zip(rounds.ROWS, host.read(batch), rounds.plain(), strict=True)
+    pairs = zip(rounds.ROWS, batch.answers, rounds.plain(), strict=True)
     for row, answer, text in pairs:
         features, _ = heads.hidden_states(np.array(text)[None], drafter.capture_layers)
         features = torch.tensor(np.asarray(features[0][0]))
@@ -134,7 +135,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
         host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 2, 17, 18, 40))
     ]
     whole = host.start(rounds.plan_of(drafter), params, rows).state.memory
-    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
     parts = host.start(rounds.plan_of(drafter), params, rows).state.memory
     for module, (part, one) in enumerate(zip(parts, whole, strict=True)):
         lengths = np.maximum(np.array([0, 1, 16, 17, 39]) - module, 0)

@@ -22,7 +22,7 @@ from jspec.engine import batch as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from tests import fakes, llm_fixtures
+from tests import fakes, llm_fixtures, tiny
 from tests.drafters import rounds
 from tests.verify import statistics
 
@@ -88,8 +88,8 @@ def plain():
 def greedy(network, tree):
     """Return greedy answers with all drafts."""
     drafter = drafter_of(network, tree, draft_sample_method="greedy")
-    plan = fakes.whole(TARGET, drafter, "coupled", record_rounds=32)
-    return drafter, host.generate_sequences(plan, params_of(network), rows_of())
+    plan = fakes.whole(TARGET, drafter, "coupled")
+    return drafter, host.generate_sequences(plan, params_of(network), rows_of(), profile=tiny.NODES)
 
 
 @functools.cache
@@ -173,28 +173,28 @@ def test_masks_and_rejected_drafts_leave_no_trace_in_the_cache():
 @pytest.mark.slow
 def test_a_longer_backlog_is_read_at_once_and_changes_no_draft():
     drafter, answers = greedy("Llama", "chain")
-    plan = Plan(TARGET, dataclasses.replace(drafter, backlog=12), "coupled", record_rounds=32)
+    plan = Plan(TARGET, dataclasses.replace(drafter, backlog=12), "coupled")
     params = params_of("Llama")
-    batch = host.start(plan, params, rows_of())
+    batch = host.start(plan, params, rows_of(), profile=tiny.NODES)
     memory = batch.state.memory
     behind = memory.cache.replace(length=jnp.maximum(memory.cache.length - 9, 0))
     state = batch.state.replace(memory=memory.replace(cache=behind))
     batch = host.advance(plan, params, batch.replace(state=state))
-    for answer, expected in zip(host.read(batch), answers, strict=True):
+    for answer, expected in zip(batch.answers, answers, strict=True):
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
     check_memory(batch.state, "Llama")
 
 
 def test_a_row_that_paused_catches_up_round_by_round_and_drafts_again():
     drafter, answers = greedy("Llama", "chain")
-    plan = fakes.whole(TARGET, drafter, "coupled", record_rounds=32)
+    plan = fakes.whole(TARGET, drafter, "coupled")
     params = params_of("Llama")
-    batch = host.start(plan, params, rows_of())
+    batch = host.start(plan, params, rows_of(), profile=tiny.NODES)
     capacity = batch.state.memory.cache.layers[0].k.shape[2]
     nothing = drafter.init(params, batch.request, capacity)
     state = batch.state.replace(memory=nothing)
     batch = host.advance(plan, params, batch.replace(state=state))
-    results = host.read(batch)
+    results = batch.answers
     waits = []
     for prompt, answer, usual in zip(PROMPTS, results, answers, strict=True):
         assert answer.tokens.tolist() == usual.tokens.tolist()
@@ -251,8 +251,10 @@ def test_another_order_of_the_vocabulary_changes_no_draft():
     drafter, answers = greedy("Llama", "chain")
     other = dataclasses.replace(drafter, use_heterogeneous_vocab=True)
     params = translating(shuffled, np.arange(VOCAB), ours[:VOCAB], ours[:VOCAB])
-    plan = fakes.whole(TARGET, other, "coupled", record_rounds=32)
-    results = host.generate_sequences(plan, Params(params_of("Llama").target, params), rows_of())
+    plan = fakes.whole(TARGET, other, "coupled")
+    results = host.generate_sequences(
+        plan, Params(params_of("Llama").target, params), rows_of(), profile=tiny.NODES
+    )
     for answer, expected in zip(results, answers, strict=True):
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
 

@@ -68,9 +68,9 @@ def features_of(index):
 def test_every_round_drafts_and_accepts_what_torch_does(tree, layout, tmp_path):
     drafter = ParallelEagle(CONFIG, tiny.TARGET, **TREES[tree], draft_sample_method="greedy")
     reference = PEagleRef(*files(tmp_path, layout))
-    plan = rounds.plan_of(drafter, record_rounds=64)
+    plan = rounds.plan_of(drafter)
     params = Params(tiny.params().target, weights())
-    answers = host.generate_sequences(plan, params, rounds.ROWS)
+    answers = host.generate_sequences(plan, params, rounds.ROWS, profile=tiny.NODES)
     ids, total = reference.target_ids(), 0
     for index, (answer, text) in enumerate(zip(answers, rounds.plain(), strict=True)):
 

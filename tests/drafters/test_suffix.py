@@ -8,12 +8,12 @@ import pytest
 
 import jspec
 from jspec.api import config
+from jspec.api.outputs import Transcript
 from jspec.core.types import History
 from jspec.drafters import Suffix
 from jspec.engine import batch as host
-from jspec.engine.loop import init_shared, on_finished
+from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from jspec.tools.trace import recording
 from tests import llm_fixtures, shipped, tiny
 from tests.drafters import corpora, suffix_oracle
 from tests.fakes import whole
@@ -198,14 +198,13 @@ def test_past_responses_speed_up_later_calls_and_change_no_text(drafter):
 def test_rows_that_were_cancelled_are_stored_when_they_finish():
     plan = whole(tiny.TARGET, SMALL)
     batch = host.start(plan, tiny.params(), SOME).replace(shared=init_shared(plan))
-    batch = host.cancel(host.advance(plan, tiny.params(), batch, 2), [0, 2])
-    cut = [answer.tokens.tolist() for answer in host.read(batch)]
+    batch = host.cancel(plan, host.advance(plan, tiny.params(), batch, 2), [0, 2])
+    cut = [answer.tokens.tolist() for answer in batch.answers]
     batch = host.advance(plan, tiny.params(), batch, 1)
     assert sorted(corpora.responses(batch.shared)) == sorted([cut[0], cut[2]])
-    batch = host.cancel(batch, [1])
-    rest = host.read(batch)[1].tokens.tolist()
-    shared = on_finished(plan, batch.shared, batch.state)
-    assert sorted(corpora.responses(shared)) == sorted([cut[0], cut[2], rest])
+    batch = host.cancel(plan, batch, [1])
+    rest = batch.answers[1].tokens.tolist()
+    assert sorted(corpora.responses(batch.shared)) == sorted([cut[0], cut[2], rest])
 
 
 def test_a_later_call_with_a_fuller_corpus_compiles_nothing(monkeypatch):
@@ -272,11 +271,11 @@ def test_an_interrupted_trace_leaves_the_corpus_unchanged(open_llm, monkeypatch)
         other.generate(PROMPTS, WHOLE)
     )
 
-    def interrupt(_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(recording, "read", interrupt)  # after the first round
+        patch.setattr(Transcript, "read", interrupt)  # after the first round
         with pytest.raises(KeyboardInterrupt):
             jspec.trace(llm, PROMPTS[0], WHOLE)
     assert acceptance(llm.generate(PROMPTS, WHOLE)) == acceptance(other.generate(PROMPTS, WHOLE))

@@ -50,12 +50,13 @@ def simulated(first, count):
 @pytest.mark.parametrize("first", [0, 5, 7])
 def test_drafts_are_the_targets_latest_guesses(first):
     drafter = TokenRecycling(VOCAB, tree=PATHS)
-    plan = fakes.whole(TARGET, drafter, record_rounds=64)
+    plan = fakes.whole(TARGET, drafter)
     [answer], _ = host.generate_sharing(
         plan,
         Params(DISTRIBUTIONS),
         [host.SequenceParams((first,), max_tokens=30)],
         init_shared(plan),
+        profile=tiny.NODES,
     )
     drafts, text = simulated(first, 30)
     assert answer.tokens.tolist() == text

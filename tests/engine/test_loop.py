@@ -1,6 +1,5 @@
 """The decoding loop: its programs, caches, counts and slices."""
 
-import dataclasses
 import functools
 import re
 
@@ -13,11 +12,12 @@ from jspec.core import kv_cache, trees
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.drafters import DraftModel
-from jspec.engine import batch as host
 
 # As attributes of the package these names are the functions, not the modules.
-from jspec.engine import loop
+from jspec.engine import admission, loop
+from jspec.engine import batch as host
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
 from jspec.models import decoder
 from tests import shipped, tiny
 
@@ -61,9 +61,9 @@ def test_a_group_of_sequences_launches_three_programs_and_no_small_ones(caplog):
     plan, params, inputs = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), sequences()
     jax.clear_caches()
     with jax.log_compiles():
-        host.generate_sequences(plan, params, inputs, scoring=Scoring(2))
+        host.generate_sequences(plan, params, inputs, profile=Profile(scoring=Scoring(2)))
     launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
-    assert sorted(launched) == ["_allocate", "decode", "prefill"]
+    assert sorted(launched) == ["_allocate", "launch", "prefill"]
 
 
 @functools.cache
@@ -120,18 +120,18 @@ def test_no_embedding_is_widened_or_copied_for_a_few_tokens():
 
 
 def test_cancelling_any_number_of_sequences_compiles_nothing(caplog):
-    batch = host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), sequences())
-    host.cancel(batch, [1])
-    groups = ([0, 2], [2, 0, 1])
-    with jax.log_compiles():
-        ended = [host.cancel(batch, group) for group in groups]
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    begun = lambda: host.start(plan, tiny.params(), sequences())
+    host.cancel(plan, begun(), [1])
+    for group in ([0, 2], [2, 0, 1]):
+        batch = begun()
+        expected, lengths = np.array(batch.request.max_length), np.array(batch.state.history.length)
+        expected[group] = lengths[group]
+        with jax.log_compiles():
+            ended = host.cancel(plan, batch, group)
+        assert sorted(group) == np.flatnonzero(ended.state.done)[: len(group)].tolist()
+        np.testing.assert_array_equal(ended.request.max_length, expected)
     assert "Compiling" not in caplog.text
-    state, limits = batch.state, np.asarray(batch.request.max_length)
-    for one, group in zip(ended, groups, strict=True):
-        assert sorted(group) == np.flatnonzero(one.state.done & ~state.done).tolist()
-        expected = limits.copy()
-        expected[group] = np.asarray(state.history.length)[group]
-        np.testing.assert_array_equal(one.request.max_length, expected)
 
 
 def test_under_jax_enable_x64_a_chain_that_shares_noise_gives_the_text_of_plain_decoding():
@@ -235,16 +235,18 @@ def test_a_cancelled_sequence_emits_nothing_more_and_the_others_continue():
     inputs = sequences(temperature=0.8)
     whole = texts(host.generate_sequences(plan, params, inputs))
     batch = host.advance(plan, params, host.start(plan, params, inputs), rounds=2)
-    before = texts(host.read(batch))
-    batch = host.advance(plan, params, host.cancel(batch, [1]))
-    after = host.read(batch)
+    before = texts(batch.answers)
+    batch = host.advance(plan, params, host.cancel(plan, batch, [1]))
+    after = batch.answers
     assert texts(after) == [whole[0], before[1], whole[2]]
     assert after[1].finish_reason == "length"
 
 
 def test_the_trace_of_rounds_spells_the_text():
-    plan = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32)
-    for answer in host.generate_sequences(plan, tiny.params(), sequences(temperature=0.6)):
+    plan = Plan(tiny.TARGET, tiny.DRAFT)
+    for answer in host.generate_sequences(
+        plan, tiny.params(), sequences(temperature=0.6), profile=tiny.NODES
+    ):
         accepted, drafted, parents = answer.trace
         assert len(accepted) == answer.rounds
         assert (accepted + 1).sum() == len(answer.tokens)
@@ -256,21 +258,48 @@ def test_the_trace_of_rounds_spells_the_text():
         assert (parents[:, 0] == 0).all()
 
 
-def test_steps_are_recorded_without_nodes_and_read_up_to_the_last_round(monkeypatch):
-    plan, params = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32), tiny.params()
-    whole = host.generate_sequences(plan, params, sequences(temperature=0.6))
-    plan = dataclasses.replace(plan, record_rounds=1024, record_nodes=False)
-    batch = host.advance(plan, params, host.start(plan, params, sequences(temperature=0.6)))
-    sizes, get = [], jax.device_get
-    monkeypatch.setattr(
-        jax, "device_get", lambda x: sizes.append(max(map(jnp.size, jax.tree.leaves(x)))) or get(x)
-    )
-    for answer, expected in zip(host.read(batch), whole, strict=True):
+def test_the_accepted_and_drafted_tokens_of_each_round_come_without_nodes_too():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    inputs = sequences(temperature=0.6)
+    whole = host.generate_sequences(plan, params, inputs, profile=tiny.NODES)
+    for answer, expected in zip(host.generate_sequences(plan, params, inputs), whole, strict=True):
         accepted, nodes, _ = expected.trace
         np.testing.assert_array_equal(answer.steps[0], accepted)
         np.testing.assert_array_equal(answer.steps[1], (nodes[:, 1:] >= 0).sum(1))
         assert answer.trace is None
-    assert max(sizes) < 1024
+
+
+def test_answers_do_not_depend_on_the_rounds_of_a_launch():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    inputs = sequences(temperature=0.6)
+    one, many = (
+        host.generate_sequences(plan, params, inputs, profile=Profile(rounds, True, Scoring(2)))
+        for rounds in (1, 40)
+    )
+    for answer, other in zip(one, many, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, vars(answer), vars(other))
+
+
+def test_a_launch_ends_where_a_watched_sequence_does():
+    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
+    inputs = [
+        host.SequenceParams(prompt, max_tokens=tokens)
+        for prompt, tokens in zip(tiny.prompts((9, 5)), (6, 60), strict=True)
+    ]
+    batch = host.start(plan, params, inputs)
+
+    def launch(shared, state, watched):
+        watched = np.array(watched)
+        inputs = params, batch.request, shared, state, np.int32(32), watched
+        return loop.launch(plan, Profile(), *inputs)
+
+    shared, state, ran = launch((), batch.state, [True, False])
+    assert ran.done.tolist() == [True, False]
+    assert ran.length[0] - ran.start[0] == 6 and 0 < ran.rounds <= 6
+    shared, state, idle = launch(shared, state, [True, False])  # dispatched before the host knew
+    assert idle.rounds == 0 and idle.length.tolist() == ran.length.tolist()
+    _, _, ran = launch(shared, state, [False, False])
+    assert ran.rounds > 0 and ran.length[0] == idle.length[0] and ran.length[1] > idle.length[1]
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
@@ -298,7 +327,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     inputs = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
     whole = texts(host.generate_sequences(plan, params, inputs))
-    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
     assert texts(host.generate_sequences(plan, params, inputs)) == whole
 
 

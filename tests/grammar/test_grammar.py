@@ -14,7 +14,8 @@ from jspec.core import token_fsm, trees
 from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import SequenceParams, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
@@ -42,7 +43,7 @@ PATTERNS = [r"(ab)+1?", r"a{2,4}b*", r"(1|2)+x", r"[ab]*1"]
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_exactly_the_tokens_that_continue_some_match_are_allowed(pattern):
-    rules = automata.joined([compiled(pattern), None], 2)
+    rules = automata.joined([compiled(pattern), None])
     rng = np.random.default_rng(0)
     state, text = jnp.array(rules.start), ""
     for _ in range(8):
@@ -63,7 +64,7 @@ def test_exactly_the_tokens_that_continue_some_match_are_allowed(pattern):
 
 def test_memory_does_not_grow_with_the_vocabulary():
     # One state allows almost every token, so it lists the forbidden ones.
-    rules = automata.joined([compiled('"[^"]*"', 100_000), compiled("(ab){20}", 100_000)], 2)
+    rules = automata.joined([compiled('"[^"]*"', 100_000), compiled("(ab){20}", 100_000)])
     assert sum(part.nbytes for part in jax.tree.leaves(rules)) < 8_000
 
 
@@ -133,8 +134,8 @@ def test_end_tokens_beyond_the_vocabulary_are_ignored():
 def test_speculation_changes_no_structured_text(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     params = Params(tiny.params().target, weights)
-    plan = whole(tiny.TARGET, drafter, "coupled", record_rounds=32)
-    answers = host.generate_sequences(plan, params, requests(temperature))
+    plan = whole(tiny.TARGET, drafter, "coupled")
+    answers = host.generate_sequences(plan, params, requests(temperature), profile=tiny.NODES)
     for pattern, answer, expected in zip(LINES, answers, plain[temperature], strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         if pattern is None:
@@ -153,14 +154,14 @@ def test_a_one_pass_head_follows_the_grammar_on_every_branch(tree, plain):
     drafter = OnePassDrafter(4, tiny.VOCAB, tree)
     rows, texts = requests(0.0), plain[0.0]
     params = Params(tiny.params().target, script(rows, texts, length=128))
-    plan = whole(tiny.TARGET, drafter, record_rounds=32)
+    plan = whole(tiny.TARGET, drafter)
     for answer, expected in zip(run_rows(plan, params, rows), texts, strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         assert set(answer.trace[0][:-1].tolist()) == {4}
 
 
 def test_forced_tokens_are_drafted_without_a_drafter():
-    plan = whole(tiny.TARGET, tiny.NGRAM, record_rounds=16)
+    plan = whole(tiny.TARGET, tiny.NGRAM)
     rows = [
         SequenceParams(
             prompt,
@@ -171,7 +172,7 @@ def test_forced_tokens_are_drafted_without_a_drafter():
         )
         for prompt, t in zip(tiny.prompts((9, 5)), (0.0, 1.0), strict=True)
     ]
-    for answer in host.generate_sequences(plan, tiny.params(), rows):
+    for answer in host.generate_sequences(plan, tiny.params(), rows, profile=tiny.NODES):
         text = "".join(SPELLED[token] for token in answer.tokens.tolist())
         assert re.fullmatch(r"[12](:x){7}(ab|ba)", text) and answer.finish_reason == "stop"
         # One token is free and forces 14; then up to two are free, and they force the end.
@@ -182,7 +183,7 @@ def test_forced_tokens_are_drafted_without_a_drafter():
 
 def test_forbidden_lookup_nodes_are_dropped_with_their_descendants():
     row = SequenceParams((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
-    request, _ = request_of([row], 1, row.filters, 64)
+    request, _ = request_of([row], Profile().grown([row]), 64)
     history = History(
         jnp.ones((1, 8), jnp.int32),
         jnp.ones(1, jnp.int32),

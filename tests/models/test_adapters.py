@@ -14,7 +14,7 @@ from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.drafters import NGram, NoDrafter
 from jspec.engine.batch import SequenceParams, generate_sequences
-from jspec.engine.loop import decode
+from jspec.engine.loop import launch
 from jspec.engine.plan import Plan
 from jspec.models import adapters
 from tests.models.user_models import (
@@ -233,7 +233,7 @@ def test_equal_modules_with_other_weights_share_a_program():
         target, params = adapters.from_nnx(nnx_model(seed), max_positions=POSITIONS)
         answers = generated(target, params, drafter_of("ngram", "nnx"))
         texts.append(answers[0].tokens.tolist())
-        sizes.append(decode._cache_size())
+        sizes.append(launch._cache_size())
     assert sizes[0] == sizes[1]
     assert texts[0] != texts[1]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jspec.core import token_fsm
 from jspec.core.types import History, Params, Request, Sampling
-from jspec.engine.loop import DecodeState, decode, init_stats
+from jspec.engine.loop import DecodeState, decode
 from jspec.tools.certify.statistics import excess as excess  # the package's own measure
 
 # Many rows take longer to run than the program takes to compile with few optimisations.
@@ -78,7 +78,6 @@ def _start(plan, params, request):
         cache=plan.target.init_cache(batch, capacity),
         memory=plan.drafter.init(params, request, capacity),
         done=jnp.zeros((batch,), bool),
-        stats=init_stats(plan, batch),
         round=jnp.int32(0),
     )
 

@@ -8,7 +8,8 @@ import pytest
 import scipy.special
 
 from jspec.core.types import Params
-from jspec.engine.sequences import SequenceParams, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata
 from tests.fakes import TableDrafter, ToyTarget, table, whole
 from tests.plain_processors import Spelling, plainly
@@ -58,7 +59,7 @@ def may_follow(text_ids, token):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_speculation_keeps_the_distribution_of_processed_logits(name, rule):
     row = SequenceParams((0,), temperature=1.0, **SETTINGS[name])
-    request, _ = request_of([row] * ROWS, ROWS, row.filters, V)
+    request, _ = request_of([row] * ROWS, Profile().grown([row]), V)
     plan = whole(ToyTarget(V), TableDrafter(3), rule)
     params = Params(WEIGHTS, GUESSES)
     tokens, _ = statistics.texts(plan, params, request.sampling, LENGTH)

@@ -124,11 +124,13 @@ class Adaptive:
         unknown = jnp.zeros(len(self.lengths))
         return Costs(unknown, jnp.array(False), inner) if self.by_costs else inner
 
-    def on_finished(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
-        """Hand finished rows to the drafter."""
+    def on_finished(self, shared: Any, memory: AdaptiveMemory, history: History, rows: Array):
+        """Hand ended rows to the drafter."""
         if not isinstance(self.drafter, Sharing):
-            return shared
-        return _with_inner(shared, self.drafter.on_finished(_inner(shared), memory.inner, history))
+            return memory, shared
+        inputs = _inner(shared), memory.inner, history, rows
+        inner, inner_shared = self.drafter.on_finished(*inputs)
+        return memory.replace(inner=inner), _with_inner(shared, inner_shared)
 
     def init(self, params, request, capacity):
         """Initialise the drafter, and the prior of its success."""

@@ -167,9 +167,9 @@ class Suffix:
         done = is_ended(request, history) | (verdict.num_emitted == 0)
         return self._store(shared, memory, history, done)
 
-    def on_finished(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
-        """Return ``shared`` with the responses of all rows that were not stored yet."""
-        return self._store(shared, memory, history, jnp.ones_like(memory.stored))[1]
+    def on_finished(self, shared: Any, memory: SuffixMemory, history: History, rows: Array):
+        """Store the responses of ``rows`` that were not stored yet."""
+        return self._store(shared, memory, history, rows)
 
     def _store(self, shared, memory, history, rows):
         if shared == ():

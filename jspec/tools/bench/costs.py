@@ -19,7 +19,7 @@ import numpy as np
 
 from jspec.core import trees
 from jspec.core.types import Array, Params, Request, Shared
-from jspec.engine.batch import Batch, advance, read, start
+from jspec.engine.batch import Batch, advance, start
 from jspec.engine.costs import copied
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Plan
@@ -49,7 +49,7 @@ def measure(run: Ours) -> dict[str, Any]:
     prefilled = lambda: start(plan, params, rows).replace(shared=init_shared(plan))
     prompt = _best(prefilled)
     decoding = _best(lambda batch: advance(plan, params, batch), prefilled)
-    answers = read(advance(plan, params, prefilled()))
+    answers = advance(plan, params, prefilled()).answers
     rounds = max(max(answer.rounds for answer in answers), 1)
     forget = lambda: run.llm.load_shared(None)
     call = _best(lambda _: run.llm.generate(prompts, settings), forget)

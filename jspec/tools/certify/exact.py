@@ -10,7 +10,8 @@ import numpy as np
 from jspec.core import trees
 from jspec.core.sampling import FILTERS
 from jspec.core.types import Proposal, Sampling
-from jspec.engine.sequences import SequenceParams, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify import conditionals, enumeration
 from jspec.tools.certify.drawing import DEPTH, NUM_NODES, Case
 from jspec.tools.certify.report import Finding, raised, worst
@@ -189,7 +190,7 @@ def _sampling(filters: dict[str, float]) -> Sampling:
             f"temperature={row.temperature} must be more than 0: at 0 every rule follows the "
             "target's likeliest tokens, and there is nothing to enumerate."
         )
-    return request_of([row], 1, row.filters, VOCAB_SIZE)[0].sampling
+    return request_of([row], Profile().grown([row]), VOCAB_SIZE)[0].sampling
 
 
 def _parents(proposal: str, tree: Sequence[int] | None) -> tuple[int, ...]:

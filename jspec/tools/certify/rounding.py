@@ -16,10 +16,11 @@ from jax import lax
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.types import Array, Params, Sampling, Target
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import PREFILL_CHUNK
+from jspec.engine.admission import PREFILL_CHUNK
 from jspec.engine.loop import prefill
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import SequenceParams, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
@@ -111,7 +112,7 @@ def gap(row: SequenceParams, position: int, logits: np.ndarray, pair: tuple[int,
     its text. Without filters the change is the smallest; at temperature 0 it is the difference of
     the two logits. It is infinite if no change is enough.
     """
-    request, streams = request_of([row], 1, row.filters, len(logits))
+    request, streams = request_of([row], Profile().grown([row]), len(logits))
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, streams)
     positions = np.full((1, _NUDGES), len(row.prompt) + position, np.int32)

@@ -9,7 +9,8 @@ import numpy as np
 
 from jspec.core import sampling, trees
 from jspec.core.types import Array, Draft, History, Request, Sampling
-from jspec.engine.sequences import SequenceParams, request_of
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.conditionals import softmax
 from jspec.tools.certify.exact import changed, check_names, rule_of
 from jspec.tools.certify.report import Finding, worst
@@ -71,7 +72,7 @@ def chi_square(
     check_names(filters)
     filters = {"temperature": 0.8} | filters
     row = SequenceParams((0,), **filters)
-    settings = request_of([row], 1, row.filters, vocab_size)[0].sampling
+    settings = request_of([row], Profile().grown([row]), vocab_size)[0].sampling
     rng = np.random.default_rng(seed)
     target = rng.normal(size=vocab_size) * (1 if vocab_size <= 64 else 2.5)
     near = target + 0.7 * rng.normal(size=vocab_size)

@@ -81,7 +81,7 @@ def texts(
     """
     plain_plan = Plan(plan.target, NoDrafter(), node_buckets=(1,))
     plain = generate_sequences(plain_plan, Params(params.target), rows)
-    price = CostTable().price
+    price = CostTable().pricing(plan)
     speculative, _ = generate_sharing(plan, params, rows, init_shared(plan), price=price)
     broken = [index for index, answer in enumerate(plain) if answer.finish_reason == "error"]
     pairs = list(zip(plain, speculative, strict=True))

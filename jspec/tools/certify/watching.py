@@ -82,9 +82,7 @@ def observed(plan: Plan) -> Plan:
     if isinstance(plan.drafter, MultiMode):
         plan = plan.in_mode(plan.drafter.modes[-1])
     size = plan.drafter.tree_size
-    return dataclasses.replace(
-        plan, drafter=Observer(plan.drafter), node_buckets=(size,), record_rounds=0
-    )
+    return dataclasses.replace(plan, drafter=Observer(plan.drafter), node_buckets=(size,))
 
 
 @functools.partial(jax.jit, static_argnames="plan")

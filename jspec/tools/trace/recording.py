@@ -19,11 +19,9 @@ from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Shared
-from jspec.engine.batch import Batch, advance, read, start
-from jspec.engine.loop import on_finished
+from jspec.engine.batch import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
-from jspec.util.buckets import bucket
 from jspec.verify.nodes import Nodes, take
 from jspec.verify.rejection import chances
 
@@ -152,8 +150,6 @@ def record(
     Raises:
       ValueError: the row does not fit the model.
     """
-    # A stop string is cut by the counts of the rounds.
-    plan = dataclasses.replace(plan, record_rounds=bucket(row.max_tokens), record_nodes=False)
     recording = dataclasses.replace(plan, drafter=recorder(plan))
     # Rounds consume a copy, so that an interrupted trace leaves ``shared`` intact.
     batch = start(recording, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))
@@ -162,10 +158,9 @@ def record(
     while not transcript.finish_reason:
         batch = advance(recording, params, batch, 1)
         records.append(jax.tree.map(lambda x: x[0], jax.device_get(batch.state.memory.record)))
-        was_cut = transcript.read(read(batch)[0])
-    if was_cut:
-        return records, on_finished(plan, batch.shared, _unwrapped(batch).state)
-    return records, batch.shared
+        was_cut = transcript.read(batch.answers[0])
+    batch = _unwrapped(batch)
+    return records, (cancel(plan, batch, [0]) if was_cut else batch).shared
 
 
 def _unwrapped(batch: Batch) -> Batch:

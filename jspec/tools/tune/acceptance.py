@@ -23,10 +23,10 @@ from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, Proposal, Sharing, Tree
 from jspec.engine.batch import Answer
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
 from jspec.tools.tune.families import Family
 from jspec.tools.tune.settings import Settings
 from jspec.tools.tune.workload import Workload
-from jspec.util.buckets import bucket
 from jspec.verify import Rule
 from jspec.verify.match import match
 
@@ -88,8 +88,7 @@ def record(family: Family, work: Workload, num_prompts: int, settings: Settings)
     build, tree = family.build(family.probe.config), family.probe.tree
     exact = by_position(build.plan, settings.temperature)
     plan = one_by_one(build.plan) if exact else build.plan
-    plan = dataclasses.replace(plan, record_rounds=bucket(settings.max_tokens))
-    answers, _ = work.generate(plan, build.params)
+    answers, _ = work.generate(plan, build.params, Profile(nodes=True))
     rounds = [rounds_of(answer, tree, exact) for answer in answers]
     acceptance = None if tree is None else count(list(itertools.chain(*rounds)), tree)
     if not exact:  # pool the random answers to the same prompt

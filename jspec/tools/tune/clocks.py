@@ -20,7 +20,7 @@ from jspec.core.types import Array, History, Params, Shared, Target
 from jspec.engine.batch import Batch, advance, start
 from jspec.engine.costs import copied, endless
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import filters_of
+from jspec.engine.profile import Profile
 from jspec.tools.bench.timing import Contender, Sample, race
 from jspec.tools.tune.settings import Settings
 from jspec.tools.tune.workload import Workload
@@ -77,7 +77,7 @@ def rounds(
         return seconds, int(after.state.round - batch.state.round), after
 
     clock, (_, ran, after) = Clock(lambda count: run(count)[:2]), run(_MANY)
-    drafts = np.asarray(after.state.stats.drafts)[: len(after.prompt_lengths)] / ran
+    drafts = np.array([answer.drafts for answer in after.answers]) / ran
     return clock, float(1 - np.prod(1 - drafts))
 
 
@@ -91,8 +91,8 @@ def passes(plan: Plan, params: Params, batch: Batch, size: int) -> Clock:
 def prefill(plan: Plan, params: Params, work: Workload) -> Clock:
     """Return a clock of prefilling the middle group, in the programs of whole answers."""
     rows = work.rows()
-    group, filters = [rows[index] for index in work.middle], filters_of(rows)
-    return whole(lambda: start(plan, params, group, filters=filters).state)
+    group, profile = [rows[index] for index in work.middle], Profile().grown(rows)
+    return whole(lambda: start(plan, params, group, profile=profile).state)
 
 
 def whole(run: Callable[[], Any]) -> Clock:

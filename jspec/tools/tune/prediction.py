@@ -3,7 +3,7 @@
 Each answer is replayed: a round accepts the part of a recorded path that the candidate's tree
 contains, until the answer has its length. If there is a path for every token, the next round starts
 at the token reached. Otherwise rounds are drawn at random from those of the same prompt. As in the
-loop, a group runs as long as its slowest row, and a round drafts if any row has a draft.
+engine, an answer starts where a slot is free, and a round drafts if any row has a draft.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _REPLAYS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The rounds that the answers of all groups need."""
+    """The rounds that all answers need together."""
 
     drafted: float  # rounds in which any row has a draft
     plain: float  # the other rounds
@@ -29,15 +29,12 @@ class Passes:
 
 
 def replay(
-    recording: Recording,
-    tree: StaticTree | None,
-    lengths: Sequence[int],
-    groups: Sequence[Sequence[int]],
+    recording: Recording, tree: StaticTree | None, lengths: Sequence[int], num_slots: int
 ) -> Passes:
     """Replay answers of ``lengths`` with drafts of ``tree``; None replays the recorded drafts.
 
-    ``groups`` are the indices of prompts that run together. Every tree draws the same rounds. A
-    prompt without any draws from those of all prompts.
+    ``num_slots`` answers run together. Every tree draws the same rounds. A prompt without any draws
+    from those of all prompts.
 
     Raises:
       ValueError: there are no rounds.
@@ -45,36 +42,37 @@ def replay(
     if recording.is_empty:
         raise ValueError("no round is left to predict from: answers are too short for the drafts.")
     pooled = list(itertools.chain(*recording.prompts))
-    drafted = plain = row_rounds = tokens = 0.0
-    for group in groups:
-        rows = []
-        for index in group:
-            rounds = recording.prompts[index]
-            by_position = recording.by_position and bool(rounds)
-            random = None if by_position else np.random.default_rng((0, index))
-            rows.append(_row(rounds or pooled, tree, lengths[index], random))
-            tokens += len(rounds) if recording.by_position else lengths[index]
-        counts = np.array([count for _, count in rows])
-        any_draft = np.zeros((_REPLAYS, max(has_draft.shape[1] for has_draft, _ in rows)), bool)
-        for has_draft, _ in rows:
-            any_draft[:, : has_draft.shape[1]] |= has_draft
-        drafted += any_draft.sum(1).mean()
-        plain += (counts.max(0) - any_draft.sum(1)).mean()
-        row_rounds += counts.sum(0).mean()
-    return Passes(float(drafted), float(plain), float(tokens / row_rounds))
+    rows, tokens = [], 0.0
+    for index, rounds in enumerate(recording.prompts):
+        by_position = recording.by_position and bool(rounds)
+        random = None if by_position else np.random.default_rng((0, index))
+        rows.append(_row(rounds or pooled, tree, lengths[index], random))
+        tokens += len(rounds) if recording.by_position else lengths[index]
+    return _passes(rows, num_slots, tokens)
 
 
-def counted(answers: Sequence[Answer], groups: Sequence[Sequence[int]]) -> Passes:
-    """Return the passes of a generation. Rows are taken to have drafts independently."""
-    drafted = plain = 0.0
-    for group in groups:
-        members = [answers[index] for index in group]
-        most = max(answer.rounds for answer in members)
-        none = np.prod([1 - answer.drafts / max(answer.rounds, 1) for answer in members])
-        drafted += most * (1 - none)
-        plain += most * none
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return Passes(float(drafted), float(plain), tokens / sum(answer.rounds for answer in answers))
+def counted(answers: Sequence[Answer], num_slots: int) -> Passes:
+    """Return the passes of a generation."""
+    rows = [(answer.steps[1][None] > 0, np.full(1, answer.rounds, np.int64)) for answer in answers]
+    return _passes(rows, num_slots, float(sum(len(answer.tokens) for answer in answers)))
+
+
+def _passes(rows: Sequence[tuple[np.ndarray, np.ndarray]], num_slots: int, tokens: float) -> Passes:
+    """Let rows of (draft of each round [replays, T], rounds [replays]) run in slots, in order."""
+    counts = np.array([count for _, count in rows])  # [rows, replays]
+    replays = np.arange(counts.shape[1])
+    free = np.zeros((num_slots, len(replays)), np.int64)
+    longest = counts.sum(0).max() + max(has_draft.shape[1] for has_draft, _ in rows)
+    any_draft = np.zeros((len(replays), longest), bool)
+    for has_draft, count in rows:
+        slot = free.argmin(0)
+        rounds = free[slot, replays][:, None] + np.arange(has_draft.shape[1])
+        any_draft[replays[:, None], rounds] |= has_draft
+        free[slot, replays] += count
+    drafted = any_draft.sum(1)
+    plain = free.max(0) - drafted
+    per_pass = tokens / counts.sum(0).mean()
+    return Passes(float(drafted.mean()), float(plain.mean()), float(per_pass))
 
 
 def _row(

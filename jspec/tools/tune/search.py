@@ -200,8 +200,8 @@ class Search:
             candidates = self._candidates(family, recording.acceptance.chances)
             random = np.random.default_rng(self._settings.seed)
             recording = extended(recording, family.probe.tree, random)
-        lengths, groups = self._lengths, self._work.groups
-        replay = lambda tree: prediction.replay(recording, tree, lengths, groups)
+        lengths, slots = self._lengths, self._work.case.batch_size
+        replay = lambda tree: prediction.replay(recording, tree, lengths, slots)
         return {candidate: replay(candidate.tree) for candidate in candidates}
 
     def _candidates(self, family: Family, chances: np.ndarray) -> list[Candidate]:
@@ -224,7 +224,7 @@ class Search:
         shared = ()
         if isinstance(build.plan.drafter, Sharing):  # its state depends on its own earlier drafts
             answers, shared = work.generate(build.plan, build.params)
-            self._passes[candidate] = prediction.counted(answers, work.groups)
+            self._passes[candidate] = prediction.counted(answers, work.case.batch_size)
         clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)
         runs = [self._plain_rounds, clock]
         if candidate.family not in self._costs.prefill:

@@ -1,19 +1,21 @@
-"""The prompts of one batch size, and the groups in which ``LLM`` runs them."""
+"""The prompts of one batch size."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from jspec.core.types import Params, Shared
 from jspec.engine import loading
-from jspec.engine.batch import Answer, Batch, generate_sharing, groups, start
+from jspec.engine.batch import Answer, Batch, generate_sharing, start
 from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import SequenceParams, filters_of
+from jspec.engine.profile import Profile
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench.contenders import Case, filled
 from jspec.tools.bench.questions import Request
 
+_PLAIN = Profile()
 _SAMPLED_ANSWERS = 16  # at least: a single random answer must not decide
 
 
@@ -47,8 +49,9 @@ class Workload:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Indices of the prompts that run together."""
-        return list(groups(self.rows(), self.case.batch_size))
+        """Indices of the prompts that may run together, in order."""
+        size, indices = self.case.batch_size, list(range(len(self.prompts)))
+        return [indices[first : first + size] for first in range(0, len(indices), size)]
 
     @property
     def middle(self) -> list[int]:
@@ -60,13 +63,16 @@ class Workload:
     def batch(self, plan: Plan, params: Params, texts: Sequence, shared: Shared) -> Batch:
         """Prefill the middle group with the first half of its ``texts``."""
         rows = self.rows([text[: len(text) // 2] for text in texts])
-        group, filters = [rows[index] for index in self.middle], filters_of(rows)
-        batch = start(plan, params, group, filters=filters).replace(shared=shared)
+        group, profile = [rows[index] for index in self.middle], Profile().grown(rows)
+        batch = start(plan, params, group, profile=profile).replace(shared=shared)
         return batch.replace(shared=CostTable().price(plan, params, batch))
 
-    def generate(self, plan: Plan, params: Params) -> tuple[list[Answer], Shared]:
+    def generate(
+        self, plan: Plan, params: Params, profile: Profile = _PLAIN
+    ) -> tuple[list[Answer], Shared]:
         """Return the answer to every prompt, and the drafter's shared state after all of them."""
-        options = {"max_num_seqs": self.case.batch_size, "price": CostTable().price}
+        options = {"max_num_seqs": self.case.batch_size, "price": CostTable().pricing(plan)}
+        options["profile"] = profile
         return generate_sharing(plan, params, self.rows(), init_shared(plan), **options)
 
 

@@ -1,6 +1,5 @@
 """Recorded wide drafts predict the rounds of other trees; unmeasured costs are lower bounds."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jspec.tools.tune import acceptance, prediction
 from jspec.tools.tune.acceptance import Recording, Round
 from jspec.tools.tune.costs import Costs, RoundSeconds
 from jspec.tools.tune.families import Candidate, chain
+from tests import tiny
 from tests.fakes import RandomDrafter, ToyTarget, TreeTableDrafter, script, table
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)  # of the golden numbers: every draft is accepted alike
@@ -31,8 +31,8 @@ def sampled_rounds():
         jnp.log(jnp.tile(jnp.array(distribution, jnp.float32), (3, 1))) for distribution in (P, Q)
     ]
     drafter = TreeTableDrafter(BUSH.max_depth, parents=BUSH.parents)
-    plan = Plan(ToyTarget(3), drafter, record_rounds=512)
-    answers = generate_sequences(plan, Params(*distributions), rows)
+    plan = Plan(ToyTarget(3), drafter)
+    answers = generate_sequences(plan, Params(*distributions), rows, profile=tiny.NODES)
     assert not acceptance.by_position(plan, 1.0)
     return [acceptance.rounds_of(answer, BUSH, False) for answer in answers]
 
@@ -48,13 +48,13 @@ def test_acceptance_by_rank_follows_from_the_distributions():
 
 def test_rounds_of_a_tree_are_predicted_from_those_of_a_wider_one():
     recording = Recording(sampled_rounds(), False)
-    lengths, groups = [400] * 8, [list(range(4)), list(range(4, 8))]
+    lengths = [400] * 8
     for tree, expected in (
         (chain(1), 1.7),
         (chain(2), 1 + 0.7 + 0.49),
         (BUSH, 1 + 0.808571 + 0.7 * 0.808571),
     ):
-        passes = prediction.replay(recording, tree, lengths, groups)
+        passes = prediction.replay(recording, tree, lengths, 4)
         assert passes.tokens_per_pass == pytest.approx(expected, rel=0.03)
         slowest = 400 / expected  # of four rows: a little more than the mean
         assert 2 * slowest < passes.drafted < 2.25 * slowest and passes.plain == 0
@@ -66,20 +66,21 @@ def test_passes_are_predicted_exactly_if_the_text_does_not_depend_on_the_draft()
     plain = generate_sequences(Plan(target, NoDrafter()), Params(weights), rows)
     params = Params(weights, script(rows, plain, length=80))
     plan = lambda depth: Plan(target, RandomDrafter(depth, vocab_size=16))
-    wide = dataclasses.replace(plan(4), record_rounds=64)
-    assert acceptance.by_position(wide, 0.9)
-    answers = generate_sequences(acceptance.one_by_one(wide), params, rows)
+    assert acceptance.by_position(plan(4), 0.9)
+    answers = generate_sequences(acceptance.one_by_one(plan(4)), params, rows, profile=tiny.NODES)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in plain]
     recording = Recording([acceptance.rounds_of(a, chain(4), True) for a in answers], True)
     for depth in (1, 4):
         run = generate_sequences(plan(depth), params, rows)
-        groups = [[0, 1], [2, 3]]
-        passes = prediction.replay(recording, chain(depth), [60] * 4, groups)
-        counted, rounds = prediction.counted(run, groups), [answer.rounds for answer in run]
+        passes = prediction.replay(recording, chain(depth), [60] * 4, 2)
+        counted, rounds = prediction.counted(run, 2), [answer.rounds for answer in run]
         assert passes.tokens_per_pass == counted.tokens_per_pass == 4 * 60 / sum(rounds) > 1
         total = counted.drafted + counted.plain
         assert passes.drafted + passes.plain == pytest.approx(total)
-        assert total == pytest.approx(max(rounds[:2]) + max(rounds[2:]))
+        ends = [0, 0]  # of the slots
+        for count in rounds:
+            ends[ends.index(min(ends))] += count
+        assert total == pytest.approx(max(ends))
         assert passes.plain <= 2  # the last token of a text is not drafted for
 
 
@@ -98,12 +99,15 @@ def test_a_path_that_reached_a_leaf_is_continued_at_random():
     assert max(len(each.path) for each in longer) == 3
 
 
-def test_a_group_runs_as_long_as_its_slowest_row():
+def test_a_row_starts_where_a_slot_is_free():
     fast, slow = [Round((0, 0))], [Round((), drafted=False)]
-    passes = prediction.replay(Recording([fast, slow], False), chain(2), [30, 12], [[0, 1]])
-    assert passes == prediction.Passes(10, 2, 42 / 22)
+    recording = Recording([fast, slow, fast], False)  # 10, 12 and 6 rounds
+    replay = lambda num_slots: prediction.replay(recording, chain(2), [30, 12, 18], num_slots)
+    assert replay(1) == prediction.Passes(16, 12, 60 / 28)
+    assert replay(2) == prediction.Passes(16, 0, 60 / 28)  # the third starts after the first
+    assert replay(3) == prediction.Passes(10, 2, 60 / 28)
     with pytest.raises(ValueError, match="no round is left"):
-        prediction.replay(Recording([[]], False), chain(2), [30], [[0]])
+        prediction.replay(Recording([[]], False), chain(2), [30], 1)
 
 
 def test_unmeasured_rounds_cost_at_least_the_bound():

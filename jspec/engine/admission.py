@@ -1,0 +1,155 @@
+"""Admission: prompts are prefilled into caches of their own, then their sequences join a batch."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec.core import token_fsm
+from jspec.core.logprobs import Logprobs, Scoring
+from jspec.core.types import Array, History, Params, Request
+from jspec.engine.loop import DecodeState, prefill
+from jspec.engine.plan import Plan
+from jspec.util.buckets import bucket
+
+PREFILL_CHUNK = 512  # tokens of a prompt per launch: bounds the memory of a prefill
+_SCORED_CHUNK = 32  # the same where prompts are scored, which needs logits [B, C, V]
+_TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
+
+
+def buffer_size(plan: Plan, longest: int) -> int:
+    """Return the length S of buffers for histories of up to ``longest`` tokens."""
+    needed = bucket(longest) + plan.drafter.max_depth + 1
+    return -(-needed // _TILE_SLOTS) * _TILE_SLOTS
+
+
+@dataclasses.dataclass
+class Intake:
+    """Sequences whose prompts are being prefilled; padding rows are done.
+
+    ``request`` holds the words of the seeds as keys until ``begin`` derives them.
+    """
+
+    request: Request
+    state: DecodeState
+    prompts: np.ndarray  # int32 [B, S]
+    lengths: np.ndarray  # int32 [B]
+    width: int  # tokens of a chunk
+    scoring: Scoring | None = None  # of the prompts; None for no scores
+    num_prefilled: int = 0  # tokens of each prompt that is longer
+    scores: list[Logprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all prompts are prefilled but for their last tokens."""
+        return self.num_prefilled >= self.lengths.max() - 1
+
+    def advance(self, plan: Plan, params: Params) -> None:
+        """Prefill one chunk."""
+        begin, width = self.num_prefilled, self.width
+        chunk = self.prompts[:, begin : begin + width + 1]
+        chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
+        valid = np.clip(self.lengths - 1 - begin, 0, width).astype(np.int32)
+        inputs = self.state.cache, self.state.memory, chunk, np.int32(begin), valid
+        cache, memory, scores = prefill(plan, params, *inputs, self.scoring)
+        self.state = self.state.replace(cache=cache, memory=memory)
+        self.num_prefilled += width
+        if scores is not None:
+            self.scores.append(scores)
+
+    def complete(self, plan: Plan, params: Params) -> None:
+        """Prefill all that is left."""
+        while not self.is_complete:
+            self.advance(plan, params)
+
+    def prompt_scores(self, row: int) -> Logprobs | None:
+        """Return the scores of a prompt's tokens but the first; None without ``scoring``."""
+        if self.scoring is None:
+            return None
+        parts = [jax.tree.map(lambda x: x[row], part) for part in jax.device_get(self.scores)]
+        parts = parts or [jax.tree.map(lambda x: np.asarray(x)[0], self.scoring.empty(1, 0))]
+        scores = jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
+        return scores[: self.lengths[row] - 1]
+
+
+def begin(
+    plan: Plan,
+    params: Params,
+    request: Request,
+    streams: np.ndarray,
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    scoring: Scoring | None = None,
+) -> Intake:
+    """Allocate the state of a batch in buffers of ``size`` tokens.
+
+    ``request`` and ``streams`` come from ``profile.request_of``. Rows without a prompt are done.
+    """
+    batch = len(streams)
+    tokens = np.zeros((batch, size), np.int32)
+    lengths = np.ones((batch,), np.int32)  # padding holds one token, its root
+    for row, prompt in enumerate(prompts):
+        lengths[row] = len(prompt)
+        tokens[row, : lengths[row]] = prompt
+    done = np.arange(batch) >= len(prompts)
+    history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
+    request, state = _allocate(plan, params, request, streams, history, done)
+    width = chunk_width(lengths, PREFILL_CHUNK if scoring is None else _SCORED_CHUNK)
+    return Intake(request, state, tokens, lengths, width, scoring)
+
+
+def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
+    """Return the tokens of a chunk for prompts of ``lengths``: one of few, each is a program."""
+    most = PREFILL_CHUNK if most is None else most
+    return min(bucket(int(lengths.max()) - 1, smallest=16), most)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _allocate(
+    plan: Plan, params: Params, request: Request, streams: Array, history: History, done: Array
+) -> tuple[Request, DecodeState]:
+    """Derive the keys and allocate the state, in one launch instead of one per buffer."""
+    request = _with_keys(request, streams)
+    return request, empty_state(plan, params, request, history, done)
+
+
+def _with_keys(request: Request, streams: Array) -> Request:
+    keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
+    return request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def empty_state(
+    plan: Plan, params: Params, request: Request, history: History, done: Array
+) -> DecodeState:
+    """Return the state of a batch before its prompts are prefilled."""
+    size, capacity = history.tokens.shape
+    return DecodeState(
+        history=history,
+        cache=plan.target.init_cache(size, capacity),
+        memory=plan.drafter.init(params, request, capacity),
+        done=done,
+        round=jnp.int32(0),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def join(
+    state: DecodeState, row: DecodeState, request: Request, streams: Array, slot: Array
+) -> tuple[Request, DecodeState]:
+    """Write the state of one sequence into a slot of the batch; consumes ``state``.
+
+    Every leaf has the batch on axis 0, but for numbers that belong to the whole batch.
+    ``request`` and ``streams`` are those of all slots, from ``profile.request_of``.
+    """
+
+    def put(all_rows: Array, one: Array) -> Array:
+        if all_rows.ndim == 0:
+            return all_rows
+        return lax.dynamic_update_slice_in_dim(all_rows, one.astype(all_rows.dtype), slot, 0)
+
+    return _with_keys(request, streams), jax.tree.map(put, state, row)

@@ -1,0 +1,99 @@
+"""The results that a launch of the loop brings to the host."""
+
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.core import logprobs
+from jspec.core.logprobs import Logprobs, Scoring
+from jspec.core.types import Array, Draft, History, Rounds, Sampling, Tree, Verdict
+from jspec.engine.profile import Profile
+
+
+@struct.dataclass
+class Nodes:
+    """The drafted trees of R rounds."""
+
+    tokens: Array  # [R, B, N] int32, -1 where a node is not valid
+    parents: Array  # [R, B, N] int32
+
+
+@struct.dataclass
+class Launch:
+    """The results of up to R rounds: one small transfer.
+
+    The tokens of a row are ``tokens[:length - start]``.
+    """
+
+    start: Array  # [B] int32, length of the history before the launch
+    rounds: Array  # [] int32, rounds that ran
+    accepted: Array  # [R, B] int32, accepted draft tokens; -1 where the row did not run
+    drafted: Array  # [R, B] int32, drafted tokens
+    nodes: Nodes | None  # None: not asked for
+    logprobs: Logprobs | None  # of ``tokens``; None: not asked for
+    # The last three are None until the loop has ended.
+    tokens: Array | None = None  # [B, R * (K+1)] int32
+    length: Array | None = None  # [B] int32, of the history
+    done: Array | None = None  # [B] bool
+
+
+def empty(profile: Profile, drafter: Rounds, history: History) -> Launch:
+    """Return a launch before its first round."""
+    batch = history.length.shape[0]
+    unset = lambda *shape: jnp.full((profile.rounds, batch, *shape), -1, jnp.int32)
+    nodes = Nodes(unset(drafter.tree_size), unset(drafter.tree_size)) if profile.nodes else None
+    size = profile.rounds * (drafter.max_depth + 1)
+    scores = None if profile.scoring is None else profile.scoring.empty(batch, size)
+    return Launch(history.length, jnp.int32(0), unset(), unset(), nodes, scores)
+
+
+def score(
+    launch: Launch,
+    settings: Sampling,
+    history: History,
+    draft: Draft,
+    tree: Tree,
+    verdict: Verdict,
+    logits: Array,
+) -> Launch:
+    """Add the scores of the tokens that a verdict emits after ``history``, if asked for.
+
+    ``logits`` [B, N, V] are the target's raw logits. The verdict is the rule's own: a row that ends
+    within it overwrites nothing.
+    """
+    if launch.logprobs is None:
+        return launch
+    old = launch.logprobs
+    scoring = Scoring(old.count, mode=old.mode)
+    new = logprobs.of_emitted(scoring, settings, history, draft, tree, verdict, logits)
+    return launch.replace(logprobs=logprobs.write(old, new, history.length - launch.start))
+
+
+def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict) -> Launch:
+    """Add a round; ``verdict`` is clipped at the ends of texts."""
+    ran = verdict.num_emitted > 0
+    put = lambda buffer, values: buffer.at[launch.rounds].set(values, mode="drop")
+    drafted = jnp.where(ran, draft.valid[:, 1:].sum(1, dtype=jnp.int32), 0)
+    nodes = launch.nodes
+    if nodes is not None:
+        valid = draft.valid & ran[:, None]
+        missing = nodes.tokens.shape[2] - valid.shape[1]  # the drafts of a mode may be smaller
+        widths = ((0, 0), (0, missing))
+        spread = lambda x: jnp.pad(jnp.where(valid, x, -1), widths, constant_values=-1)
+        parents = jnp.broadcast_to(tree.parents, valid.shape)
+        nodes = Nodes(put(nodes.tokens, spread(draft.tokens)), put(nodes.parents, spread(parents)))
+    return launch.replace(
+        rounds=launch.rounds + 1,
+        accepted=put(launch.accepted, verdict.num_emitted - 1),
+        drafted=put(launch.drafted, drafted),
+        nodes=nodes,
+    )
+
+
+def ended(
+    launch: Launch, profile: Profile, drafter: Rounds, history: History, done: Array
+) -> Launch:
+    """Return the launch with the tokens that its rounds added to ``history``."""
+    size = profile.rounds * (drafter.max_depth + 1)
+    positions = launch.start[:, None] + jnp.arange(size)
+    tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
+    return launch.replace(tokens=tokens, length=history.length, done=done)
