@@ -10,6 +10,7 @@ the group before it has ended. Contenders take turns; a run before the first tur
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -28,6 +29,7 @@ from jspec.engine import loading
 from jspec.engine.batch import advance, start
 from jspec.engine.engine import Engine
 from jspec.engine.loop import init_shared
+from jspec.engine.pages import PAGE_SIZE, Pool
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
@@ -100,10 +102,15 @@ def in_groups(plan: Plan, params: Params, work: Sequence[Arrival], size: int) ->
     return Run(time.perf_counter() - begin, latencies, tokens)
 
 
-def in_slots(plan: Plan, params: Params, work: Sequence[Arrival], size: int) -> Run:
-    """Run the sequences in an engine with ``size`` slots."""
+def in_slots(
+    plan: Plan, params: Params, work: Sequence[Arrival], size: int, *, pages: bool = False
+) -> Run:
+    """Run the sequences in an engine with ``size`` slots, with contiguous caches or pages."""
     longest = max(len(each.sequence.prompt) + each.sequence.max_tokens for each in work)
-    engine = Engine(plan, params, num_slots=size, capacity=longest)
+    pool = None
+    if pages:
+        pool = Pool(plan, params, num_pages=size * -(-longest // PAGE_SIZE) + 1)
+    engine = Engine(plan, params, num_slots=size, capacity=longest, pool=pool)
     todo, running, latencies, tokens = collections.deque(work), {}, [], 0
     begin = time.perf_counter()
     while todo or running:
@@ -124,7 +131,7 @@ def in_slots(plan: Plan, params: Params, work: Sequence[Arrival], size: int) -> 
 def measure(
     arguments: argparse.Namespace, method: str, rate: float, ids: Sequence[int]
 ) -> list[dict]:
-    """Return a row for groups and a row for slots."""
+    """Return a row for groups, for slots, and for slots over pages."""
     target = loading.load(arguments.target, arguments.dtype)
     asked = _METHODS[method]
     if asked and "model" in asked:
@@ -132,6 +139,7 @@ def measure(
     made = build_plan(target, config.read(asked), dtype=arguments.dtype)
     work = arrivals(ids, arguments.requests, rate, arguments.temperature)
     kinds: dict[str, Callable] = {"groups": in_groups, "slots": in_slots}
+    kinds["pages"] = functools.partial(in_slots, pages=True)
     runs: dict[str, list[Run]] = {name: [] for name in kinds}
     for turn in range(arguments.repeats + 1):
         for name, run in kinds.items():
@@ -205,7 +213,7 @@ def main() -> None:
     for method in arguments.methods:
         for rate in arguments.rates:
             results["rows"] += measure(arguments, method, rate, ids)
-            console.print(table(results["rows"][-2:]))
+            console.print(table(results["rows"][-3:]))
             arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console.print(table(results["rows"]))
 

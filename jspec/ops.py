@@ -113,6 +113,7 @@ def attention(
     window: int | None = None,
     positions: Array | None = None,
     soft_cap: float | None = None,
+    table: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
@@ -133,14 +134,19 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
-    kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k)
+    kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k, table)
 
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
     run = functools.partial(kernel.tree_attention, **options)
     arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions)
     if kernel is not reference or cache_k is None:
-        return run(*arrays)
-    rows, slots = q.shape[0] * q.shape[1] * q.shape[2], cache_k.shape[2]
+        return run(*arrays) if table is None else run(*arrays, table)
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    if table is not None:
+        block = reference.accelerator_block(table.shape[1] * cache_k.shape[2], rows)
+        on_accelerator = functools.partial(run, block=block)
+        return lax.platform_dependent(*arrays, table, cpu=run, default=on_accelerator)
+    slots = cache_k.shape[2]
     block, group = reference.accelerator_block(slots, rows), reference.cpu_group(cache_k)
     if group == len(q) and block >= slots and reference.cpu_block(slots) >= slots:
         return run(*arrays)  # one program for every device: half as much to trace

@@ -58,7 +58,7 @@ def complaint(call, *arguments, **settings):
         ([{"prompt": "fine"}, {}], "prompt 1 is {}; it must be text, {'prompt': text}"),
         (
             {"promt": "x"},
-            "prompt 0 has the key 'promt'; known are prompt, prompt_token_ids; did "
+            "prompt 0 has the key 'promt'; known are prompt, prompt_token_ids, cache_salt; did "
             "you mean 'prompt'?",
         ),
         ({"prompt": 5}, "prompt 0 is 5; its 'prompt' must be text"),

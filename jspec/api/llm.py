@@ -18,12 +18,13 @@ from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
-from jspec.engine import loading
+from jspec.engine import loading, memory
 from jspec.engine.batch import MAX_NUM_SEQS, start
 from jspec.engine.costs import CostTable
 from jspec.engine.engine import Engine
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
+from jspec.engine.pages import Pool, reads_pages
 from jspec.engine.profile import Profile
 from jspec.engine.sequences import SequenceParams, check_fit, check_prompt
 from jspec.util.buckets import bucket
@@ -64,6 +65,14 @@ class LLM:
         Greedy texts then equal plain decoding in bfloat16 too, and in batches of any size. Chains
         only; slower (docs/reproducibility.md).
       max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
+      enable_prefix_caching: whether prompts that begin alike share the KV cache of what they begin
+        with; None wherever target and drafter support it. A prompt's ``"cache_salt"`` separates it
+        from others.
+      block_size: tokens of a page of the KV cache; None for 64.
+      num_gpu_blocks_override: pages of the KV cache, allocated at once.
+      kv_cache_memory_bytes: memory of the KV cache, allocated at once.
+      gpu_memory_utilization: share of the device's memory for weights and KV cache, up to which the
+        cache grows. None for 0.9 on an accelerator, or 4 GiB of cache on a CPU.
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
@@ -85,6 +94,11 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
         deterministic: bool = False,
+        enable_prefix_caching: bool | None = None,
+        block_size: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         **unknown: Any,
     ):
         engine_arguments.check("LLM", unknown, LLM)
@@ -96,9 +110,17 @@ class LLM:
             ("seed", seed, is_whole(seed, 0, 2**64 - 1), _SEED),
             ("max_num_seqs", max_num_seqs, is_whole(max_num_seqs, 1), _COUNT),
             ("deterministic", deterministic, isinstance(deterministic, bool), "True or False"),
+            ("enable_prefix_caching", enable_prefix_caching, *_bool_or_none(enable_prefix_caching)),
         ):
             if not holds:
                 raise ValueError(f"{name}={shown(value)} must be {words}.")
+        memory_settings = dict(
+            block_size=block_size,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        memory.check(memory_settings)
         loading.keep_compiled_programs()
         options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
         self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
@@ -116,6 +138,8 @@ class LLM:
         self._costs = CostTable()
         self._profile = Profile(nodes=self._detailed)
         self._engines: dict[tuple[int, int], Engine] = {}
+        self._pool = self._pool_of(memory_settings, enable_prefix_caching)
+        self._num_preemptions = 0
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0
         self._num_prompt_tokens = 0
@@ -242,8 +266,25 @@ class LLM:
         Tokens per second divide by the time spent generating, compilation included.
         """
         labels = {"model_name": str(self._model.path), "engine": "0"}
-        prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
-        return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
+        counted = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "num_preemptions": self._num_preemptions,
+            "prefix_cache_queries": 0 if self._pool is None else self._pool.queries,
+            "prefix_cache_hits": 0 if self._pool is None else self._pool.hits,
+        }
+        counters = [
+            metrics.Counter(f"vllm:{name}", labels, value) for name, value in counted.items()
+        ]
+        used = 0.0 if self._pool is None else self._pool.usage
+        usage = metrics.Gauge("vllm:kv_cache_usage_perc", labels, used)
+        return [*metrics.entries(self._counts, self._seconds, labels), *counters, usage]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV cache of past prompts; return True, as vLLM does."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.table.forget()
+        return True
 
     def save_shared(self, path: str | os.PathLike) -> None:
         """Write the state that the drafter gathered from requests, such as past responses."""
@@ -260,6 +301,29 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer; raise ValueError if there is none."""
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
+
+    def _pool_of(self, settings: dict[str, Any], shares_prefixes: bool | None) -> Pool | None:
+        """Return the pages of the KV cache; None for a model whose caches have none."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        if not reads_pages(self._plan):
+            given |= {"enable_prefix_caching": True} if shares_prefixes else {}
+            for name, value in given.items():
+                raise ValueError(
+                    f"{name}={shown(value)} needs a KV cache with pages, which "
+                    f"{type(self._plan.target).__name__} with {type(self._plan.drafter).__name__} "
+                    "does not have; leave it out."
+                )
+            return None
+        if shares_prefixes and self._plan.drafter.lookahead is None:
+            raise ValueError(
+                f"enable_prefix_caching=True: {type(self._plan.drafter).__name__} cannot start "
+                "behind a cached prefix; leave it out."
+            )
+        options = dict(
+            enable_prefix_caching=shares_prefixes is not False,
+            num_tokens=self._max_num_seqs * self.max_model_len,
+        )
+        return memory.pool_of(self._plan, self._params, **given, **options)
 
     def _resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
         """Check and resolve all requests before any of them runs."""
@@ -292,7 +356,10 @@ class LLM:
                     zip(items, settings, strict=True), self._num_requests
                 )
             ]
-            check_fit([request.sequences[0] for request in resolved], self._plan.target)
+            first = [request.sequences[0] for request in resolved]
+            check_fit(first, self._plan.target)
+            for sequence in first if self._pool is not None else ():
+                self._pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
             self._num_requests += len(resolved)
         return resolved
 
@@ -322,6 +389,7 @@ class LLM:
     ) -> Iterator[Iterable[GenerationRequest]]:
         """Generate; yield the requests after every launch, of up to ``rounds`` rounds."""
         pairs = lambda request: zip(request.sequences, request.transcripts, strict=True)
+        salts = [request.prompt.cache_salt for request in batch for _ in request.sequences]
         work = [pair for request in batch for pair in pairs(request)]
         if not work:
             return
@@ -330,8 +398,14 @@ class LLM:
         with self._lock:
             engine = self._engine_for([sequence for sequence, _ in work])
             tickets = [
-                engine.submit(sequence, listener=text.read, rounds=rounds, scoring=scoring)
-                for sequence, text in work
+                engine.submit(
+                    sequence,
+                    listener=text.read,
+                    rounds=rounds,
+                    scoring=scoring,
+                    cache_salt=salt,
+                )
+                for (sequence, text), salt in zip(work, salts, strict=True)
             ]
             self._profile = engine.profile  # engines of other sizes need few programs more
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
@@ -339,10 +413,17 @@ class LLM:
         was_read = lambda request: all(text.answer is not None for text in request.transcripts)
         try:
             with _progress(len(tickets), show_progress) as show:
-                while running := [request for request in batch if is_running(request)]:
-                    self._run_on(engine, engine.step)
+                left = batch
+                while left:
+                    if any(map(is_running, left)):  # other calls may have run them to the end
+                        self._run_on(engine, engine.step)
+                    for ticket in tickets:
+                        if ticket.error is not None:
+                            raise ticket.error
                     show(sum(ticket.finished for ticket in tickets))
-                    yield [request for request in running if was_read(request)]
+                    grown = [request for request in left if was_read(request)]
+                    left = [request for request in left if is_running(request)]
+                    yield grown
         finally:
             for ticket in tickets:
                 engine.abort(ticket)  # if the reader of a stream has left
@@ -350,6 +431,7 @@ class LLM:
             answers = [text.answer for _, text in work if text.answer is not None]
             with self._lock:
                 self._counts = sum(map(metrics.Counts.of, answers), self._counts)
+                self._num_preemptions += sum(ticket.num_preemptions for ticket in tickets)
 
     def _run_on(self, engine: Engine, act: Callable[[], None]) -> None:
         """Run a step of an engine; threads take turns, and a step serves the requests of all."""
@@ -372,12 +454,17 @@ class LLM:
         }
         if key not in self._engines:
             options = dict(num_slots=num_slots, capacity=key[1], profile=self._profile)
+            options |= dict(pool=self._pool)
             self._engines[key] = Engine(self._plan, self._params, shared=(), **options)
         price = self._costs.pricing(self._plan)
         if price is not None:
             example = start(self._plan, self._params, sequences[:num_slots], profile=self._profile)
             self._shared = price(self._plan, self._params, example.replace(shared=self._shared))
         return self._engines[key]
+
+
+def _bool_or_none(value: Any) -> tuple[bool, str]:
+    return value is None or isinstance(value, bool), "True, False or None"
 
 
 @contextlib.contextmanager

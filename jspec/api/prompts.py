@@ -13,7 +13,7 @@ import numpy as np
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import encodes
 
-_KEYS = ("prompt", "prompt_token_ids")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, [ids], or a list of these"
 _LONGEST_PATH = 1000  # characters; a longer chat_template is Jinja
 # Parameters of apply_chat_template that are not variables of a template: those that ``LLM.chat``
@@ -32,6 +32,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
 
 
 def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
@@ -168,7 +169,13 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
         raise ValueError(
             f"prompt {index} is empty; give at least one token (such as the BOS token)."
         )
-    return Prompt(tuple(map(int, ids)), text)
+    salt = item.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt or not encodes(salt)):
+        raise ValueError(
+            f"prompt {index} has cache_salt={_short(salt)}, which must be text; leave it out for "
+            "none."
+        )
+    return Prompt(tuple(map(int, ids)), text, salt or "")
 
 
 def _token_ids(index: int, ids: Any) -> list[int]:

@@ -6,8 +6,13 @@
 The keys and values of a round's nodes stay outside the cache until the verdict; ``append`` is the
 only write. It is one ``dynamic_update_slice`` per row, which XLA keeps in place on CPU, GPU and
 TPU. The slice clamps at the end of the buffer, so allocate K + 1 slots more than needed.
+
+With a ``table``, the buffers are pools of pages that all rows share: slot s of a row is slot
+``s % page`` of page ``table[row, s // page]``. The host owns the table (``jspec.engine.pages``) and
+attaches it for a launch: caches at rest have no table, and pools are kept apart from them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +32,7 @@ class AttentionKV:
 
     def holding(self, k: Array, v: Array) -> "AttentionKV":
         """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
-        return AttentionKV(k.astype(self.k.dtype), v.astype(self.v.dtype))
+        return AttentionKV(k.astype(dtype_of(self.k)), v.astype(dtype_of(self.v)))
 
 
 @struct.dataclass
@@ -49,7 +54,7 @@ class LatentKV:
     def holding(self, k: Array, v: Array) -> "LatentKV":
         """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
         del v
-        return LatentKV(k.astype(self.latent.dtype))
+        return LatentKV(k.astype(dtype_of(self.latent)))
 
 
 Entry = AttentionKV | LatentKV
@@ -59,11 +64,13 @@ Entry = AttentionKV | LatentKV
 class KVCache:
     """The entries of all layers, and the number of committed slots of each row.
 
-    An entry is any pytree of buffers [B, Hkv, S, D] that share S. Hkv and D may be 1.
+    An entry is any pytree of buffers [B, Hkv, S, D] that share S. Hkv and D may be 1. With a table,
+    they are pools [P, Hkv, page, D].
     """
 
     layers: tuple[Any, ...]
     length: Array  # [B] int32
+    table: Array | None = None  # [B, M] int32, the pages of each row
 
 
 def allocate(
@@ -93,6 +100,8 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
     write to the end of the buffer. This makes the write address depend on the verdict, so XLA
     schedules the write after every read of the round and does not copy the cache.
     """
+    if cache.table is not None:
+        return _append_to_pages(cache, new, rows, count)
     buffers = jax.tree.leaves(cache.layers)
     capacity = buffers[0].shape[2] if buffers else 0
     start = jnp.where(count > 0, cache.length, capacity - rows.shape[1])
@@ -104,6 +113,83 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
 
     layers = jax.tree.map(lambda *pair: write(*pair, rows, start), cache.layers, new)
     return KVCache(layers, cache.length + count)
+
+
+def _append_to_pages(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
+    """Write only the first ``count`` slots: one scatter per buffer, of [D] windows.
+
+    The head's index is spelled out. As a window over all heads, XLA for TPU would copy the pool.
+    """
+    steps = jnp.arange(rows.shape[1])
+    slots = cache.length[:, None] + steps
+
+    def write(pool: Array, fresh: Array) -> Array:
+        num_pages, heads, page, _ = pool.shape
+        ids = jnp.take_along_axis(cache.table, slots // page, 1, mode="clip")
+        ids = jnp.where(steps < count[:, None], ids, num_pages)  # outside of the pool: dropped
+        fresh = jnp.take_along_axis(fresh, rows[:, None, :, None], 2).astype(dtype_of(pool))
+        index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
+        return pool.at[index].set(_stored(fresh, pool), mode="drop")
+
+    layers = jax.tree.map(write, cache.layers, new)
+    return cache.replace(layers=layers, length=cache.length + count)
+
+
+def dtype_of(buffer: Array) -> jnp.dtype:
+    """Return the dtype of the numbers in a buffer; uint16 holds the bits of bfloat16."""
+    return jnp.dtype(jnp.bfloat16) if buffer.dtype == jnp.uint16 else buffer.dtype
+
+
+def numbers(stored: Array) -> Array:
+    """Return what was read from a buffer as numbers."""
+    return lax.bitcast_convert_type(stored, dtype_of(stored)) if _has_bits(stored) else stored
+
+
+def _stored(fresh: Array, buffer: Array) -> Array:
+    return lax.bitcast_convert_type(fresh, buffer.dtype) if _has_bits(buffer) else fresh
+
+
+def _has_bits(buffer: Array) -> bool:
+    return buffer.dtype == jnp.uint16
+
+
+def allocate_pool(layers: tuple[Any, ...], num_pages: int, in_bits: bool) -> tuple[Any, ...]:
+    """Return empty pools like ``layers``, the entries of a cache whose rows have one page.
+
+    ``in_bits`` stores bfloat16 as uint16: XLA's CPU backend would convert the entire pool in every
+    read and write.
+    """
+
+    def pool(like: Array) -> Array:
+        dtype = jnp.uint16 if in_bits and like.dtype == jnp.bfloat16 else like.dtype
+        return jnp.zeros((num_pages, *like.shape[1:]), dtype)
+
+    return jax.tree.map(pool, layers)
+
+
+def over_caches(function: Callable[..., Any], *trees: Any) -> Any:
+    """Map the caches of pytrees of one structure; the other leaves of the first tree stay."""
+    is_cache = lambda x: isinstance(x, KVCache)
+    apply = lambda x, *others: function(x, *others) if is_cache(x) else x
+    return jax.tree.map(apply, *trees, is_leaf=is_cache)
+
+
+def caches_of(tree: Any) -> list[KVCache]:
+    """Return the caches of a pytree, in order."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, KVCache))
+    return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
+
+
+def detach(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a pytree whose caches have lengths alone, and the layers of each of them."""
+    pools = tuple(cache.layers for cache in caches_of(tree))
+    return over_caches(lambda cache: KVCache((), cache.length), tree), pools
+
+
+def attach(tree: Any, pools: tuple[Any, ...], table: Array) -> Any:
+    """Return a pytree whose caches have the ``pools`` of ``detach``, and the table."""
+    pools = iter(pools)
+    return over_caches(lambda cache: KVCache(next(pools), cache.length, table), tree)
 
 
 def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCache:

@@ -116,7 +116,7 @@ def _check_entries(
         )
     buffers = jax.tree.leaves(layers)
     for (path, leaf), like in zip(jax.tree.leaves_with_path(entries), buffers, strict=True):
-        shape = (*like.shape[:2], nodes[1], *like.shape[3:])
+        shape = (nodes[0], like.shape[1], nodes[1], *like.shape[3:])
         if jnp.shape(leaf) != shape:
             raise ValueError(
                 f"{name} gave tree_kv{jax.tree_util.keystr(path)} of shape "

@@ -174,7 +174,8 @@ class Params(NamedTuple):
 class Target(Protocol):
     """A language model that scores N nodes in one pass and never writes its own cache.
 
-    A target is hashable and holds no weights. It may also have the method of ``ChecksParams``.
+    A target is hashable and holds no weights. It may also have the method of ``ChecksParams``, and
+    ``reads_pages``, which is True if ``forward`` reads caches with a table of pages.
     """
 
     vocab_size: int  # V
@@ -235,6 +236,9 @@ class Drafter(Rounds, Protocol):
     * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
     * ``backlog``: a setting, the most committed tokens that a round prefills;
     * ``missing``: see ``jspec.drafters.adaptive.backlog.Following``;
+    * ``lookahead``: its caches may have pages, since it reads them by ``models.attention``. It is
+      the number of tokens after a position that an entry depends on, or None if the memory cannot
+      start behind a cached prefix. Without it, caches have no pages;
     * ``check_params``: see ``ChecksParams``.
     """
 

@@ -57,6 +57,8 @@ class DFlash(CachedDrafter):
         slots = self.config.slots(self.max_depth)
         check_window(self.config.network.windows, self.max_depth, slots)
 
+    lookahead: ClassVar[int | None] = 0  # a row is made from its feature alone
+
     def init(self, params, request, capacity):
         """Allocate an empty cache."""
         return decoder.init_cache(self.config.network, request.max_length.shape[0], capacity)

@@ -113,6 +113,12 @@ class Hybrid:
     capture_layers = property(lambda self: self.parts[1].capture_layers)
 
     @property
+    def lookahead(self) -> int | None:
+        """The larger of both; None if one is None."""
+        ahead = [part.lookahead for part in self.parts]
+        return None if None in ahead else max(ahead)
+
+    @property
     def tree_size(self) -> int:
         """The nodes of both under one root, or those of the larger draft."""
         first, second = (part.tree_size for part in self.parts)

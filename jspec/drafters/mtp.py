@@ -44,6 +44,11 @@ class Mtp(CachedDrafter):
     config: MtpConfig
 
     @property
+    def lookahead(self) -> int | None:
+        """None for several modules: each reads outputs of the one before, which are not kept."""
+        return 1 if self.config.n_predict == 1 else None
+
+    @property
     def unrolled(self) -> bool:
         """True if the weights depend on the depth."""
         return self.config.n_predict > 1

@@ -29,6 +29,7 @@ class NGram:
     prompt_lookup_max: int = 5
 
     capture_layers = ()
+    lookahead = 0
     proposal = "deterministic"
     noise = "own"
     max_depth = property(lambda self: self.num_speculative_tokens)

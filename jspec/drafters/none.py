@@ -12,6 +12,7 @@ class NoDrafter:
     max_depth = 0
     tree_size = 1
     capture_layers = ()
+    lookahead = 0
     proposal = "deterministic"
     noise = "own"
 

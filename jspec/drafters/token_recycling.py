@@ -49,6 +49,7 @@ class TokenRecycling:
     tree_top_k: int | None = None
 
     capture_layers = ()
+    lookahead = 0
     proposal = "deterministic"
     noise = "own"
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core import token_fsm
+from jspec.core import kv_cache, token_fsm
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import Array, History, Params, Request
 from jspec.engine.loop import DecodeState, prefill
+from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.util.buckets import bucket
 
@@ -38,26 +39,28 @@ class Intake:
     state: DecodeState
     prompts: np.ndarray  # int32 [B, S]
     lengths: np.ndarray  # int32 [B]
+    num_prefilled: np.ndarray  # int32 [B], tokens that the caches hold
     width: int  # tokens of a chunk
     scoring: Scoring | None = None  # of the prompts; None for no scores
-    num_prefilled: int = 0  # tokens of each prompt that is longer
+    table: np.ndarray | None = None  # int32 [B, M], pages of the caches; None without pages
     scores: list[Logprobs] = dataclasses.field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
         """True once all prompts are prefilled but for their last tokens."""
-        return self.num_prefilled >= self.lengths.max() - 1
+        return bool((self.num_prefilled >= self.lengths - 1).all())
 
-    def advance(self, plan: Plan, params: Params) -> None:
-        """Prefill one chunk."""
+    def advance(self, plan: Plan, params: Params, pool: Pool | None = None) -> None:
+        """Prefill one chunk of every prompt; ``pool`` has the pages of the table."""
         begin, width = self.num_prefilled, self.width
-        chunk = self.prompts[:, begin : begin + width + 1]
-        chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
+        index = begin[:, None] + np.arange(width + 1)
+        chunk = np.take_along_axis(self.prompts, np.minimum(index, self.prompts.shape[1] - 1), 1)
         valid = np.clip(self.lengths - 1 - begin, 0, width).astype(np.int32)
-        inputs = self.state.cache, self.state.memory, chunk, np.int32(begin), valid
-        cache, memory, scores = prefill(plan, params, *inputs, self.scoring)
-        self.state = self.state.replace(cache=cache, memory=memory)
-        self.num_prefilled += width
+        state = self.state if pool is None else pool.lend(self.state)
+        inputs = state, chunk, begin, valid
+        state, scores = prefill(plan, params, *inputs, self.scoring, self.table)
+        self.state = state if pool is None else pool.take_back(state)
+        self.num_prefilled = begin + valid
         if scores is not None:
             self.scores.append(scores)
 
@@ -84,10 +87,13 @@ def begin(
     prompts: Sequence[Sequence[int]],
     size: int,
     scoring: Scoring | None = None,
+    cached: np.ndarray | None = None,
+    table: np.ndarray | None = None,
 ) -> Intake:
     """Allocate the state of a batch in buffers of ``size`` tokens.
 
     ``request`` and ``streams`` come from ``profile.request_of``. Rows without a prompt are done.
+    With a ``table`` of pages, these hold the first ``cached`` [B] tokens already.
     """
     batch = len(streams)
     tokens = np.zeros((batch, size), np.int32)
@@ -97,9 +103,10 @@ def begin(
         tokens[row, : lengths[row]] = prompt
     done = np.arange(batch) >= len(prompts)
     history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
-    request, state = _allocate(plan, params, request, streams, history, done)
-    width = chunk_width(lengths, PREFILL_CHUNK if scoring is None else _SCORED_CHUNK)
-    return Intake(request, state, tokens, lengths, width, scoring)
+    request, state = _allocate(plan, params, request, streams, history, done, cached)
+    begun = np.zeros(batch, np.int32) if cached is None else cached
+    width = chunk_width(lengths - begun, PREFILL_CHUNK if scoring is None else _SCORED_CHUNK)
+    return Intake(request, state, tokens, lengths, begun, width, scoring, table)
 
 
 def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
@@ -110,11 +117,17 @@ def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _allocate(
-    plan: Plan, params: Params, request: Request, streams: Array, history: History, done: Array
+    plan: Plan,
+    params: Params,
+    request: Request,
+    streams: Array,
+    history: History,
+    done: Array,
+    cached: Array | None,
 ) -> tuple[Request, DecodeState]:
     """Derive the keys and allocate the state, in one launch instead of one per buffer."""
     request = _with_keys(request, streams)
-    return request, empty_state(plan, params, request, history, done)
+    return request, empty_state(plan, params, request, history, done, cached)
 
 
 def _with_keys(request: Request, streams: Array) -> Request:
@@ -124,17 +137,30 @@ def _with_keys(request: Request, streams: Array) -> Request:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def empty_state(
-    plan: Plan, params: Params, request: Request, history: History, done: Array
+    plan: Plan,
+    params: Params,
+    request: Request,
+    history: History,
+    done: Array,
+    cached: Array | None = None,
 ) -> DecodeState:
-    """Return the state of a batch before its prompts are prefilled."""
+    """Return the state of a batch before its prompts are prefilled.
+
+    Its caches have no layers of their own if pages hold the first ``cached`` [B] tokens.
+    """
     size, capacity = history.tokens.shape
-    return DecodeState(
+    state = DecodeState(
         history=history,
         cache=plan.target.init_cache(size, capacity),
         memory=plan.drafter.init(params, request, capacity),
         done=done,
         round=jnp.int32(0),
     )
+    if cached is None:
+        return state
+    bare = state.detached().replace(pools=())
+    skip = functools.partial(kv_cache.over_caches, lambda cache: cache.replace(length=cached))
+    return bare.replace(cache=skip(bare.cache), memory=skip(bare.memory))
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -238,8 +238,8 @@ def with_prompts(
     old = batch.state
     history = History(prompts, lengths, old.history.state)
     state = admission.empty_state(plan, params, batch.request, history, old.done)
-    width = admission.chunk_width(batch.prompt_lengths)
-    intake = admission.Intake(batch.request, state, prompts, lengths, width)
+    width, none = admission.chunk_width(batch.prompt_lengths), np.zeros_like(lengths)
+    intake = admission.Intake(batch.request, state, prompts, lengths, none, width)
     intake.complete(plan, params)
     return batch.replace(state=intake.state)
 

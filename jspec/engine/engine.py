@@ -6,6 +6,11 @@ ends early when a sequence ends and another one waits for its slot.
 
 Who shares the batch, and when a sequence joined, does not change its text: noise has the address of
 the sequence's seed and position, and every row is computed for itself.
+
+With a pool of pages, sequences take pages as they grow. If none is left, the youngest sequence is
+preempted: it gives its pages back and waits again. Its prompt is then prefilled together with what
+it had generated, and the text goes on as if nothing had happened. Rounds end where launches end, so
+no round is cut.
 """
 
 import collections
@@ -25,11 +30,13 @@ from jspec.engine import admission, answers
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch
+from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams, check_fit
 from jspec.grammar.automata import Grammar
 
+_PATIENCE = 64  # steps without pages, before other engines of the pool must give some
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
 Listener = Callable[[Answer], bool]
@@ -41,14 +48,37 @@ class Ticket:
 
     sequence: SequenceParams
     answer: Answer
+    holding: Holding
+    rank: tuple[int, int]  # priority and arrival; the lowest runs first
     listener: Listener | None = None
     rounds: int | None = None
     scoring: Scoring | None = None
+    num_preemptions: int = 0
+    error: Exception | None = None  # that ended it
 
     @property
     def finished(self) -> bool:
         """True if the answer is complete."""
         return self.answer.finish_reason is not None
+
+    @property
+    def scored_prompt(self) -> Scoring | None:
+        """The scoring of the prompt, if its scores are asked for and not known yet."""
+        is_wanted = self.scoring and self.scoring.prompt and self.answer.prompt_logprobs is None
+        return self.scoring if is_wanted else None
+
+    @property
+    def text(self) -> np.ndarray:
+        """The prompt, and the answer so far, int32 [n]."""
+        return np.concatenate([np.array(self.sequence.prompt, np.int32), self.answer.tokens])
+
+    @property
+    def most_tokens(self) -> int:
+        """The length of the longest text."""
+        return len(self.sequence.prompt) + self.sequence.max_tokens
+
+    def __lt__(self, other: "Ticket") -> bool:
+        return self.rank < other.rank
 
 
 @dataclasses.dataclass
@@ -57,6 +87,15 @@ class _Staged:
 
     tickets: list[Ticket]
     intake: admission.Intake
+
+
+@dataclasses.dataclass
+class _Dispatched:
+    """A launch that was not read yet."""
+
+    launch: Launch
+    members: list[Ticket | None]
+    most_tokens: int  # that a sequence gains in it
 
 
 class Engine:
@@ -69,6 +108,7 @@ class Engine:
       capacity: longest history, prompt included.
       profile: what the first programs are compiled for; it grows with the sequences.
       shared: the drafter's state that outlives calls; consumed. None for an empty one.
+      pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
 
     Raises:
       ValueError: the weights belong to another model.
@@ -83,22 +123,26 @@ class Engine:
         capacity: int,
         profile: Profile | None = None,
         shared: Shared | None = None,
+        pool: Pool | None = None,
     ):
         validation.check_params(plan.target, plan.drafter, params)
-        self.plan, self.params = plan, params
+        self.plan, self.params, self.pool = plan, params, pool
         self.num_slots, self.capacity = num_slots, capacity
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, Ticket]] = []  # a heap, by priority and arrival
+        self._waiting: list[Ticket] = []  # a heap
         self._staged: _Staged | None = None
         self._slots: list[Ticket | None] = [None] * num_slots
         self._leaving: set[int] = set()  # slots of texts that the host ended, to tell the device
-        self._unread: collections.deque[tuple[Launch, list[Ticket | None]]] = collections.deque()
+        self._unread: collections.deque[_Dispatched] = collections.deque()
         self._grammars: tuple[Grammar, ...] = ()
+        self._num_idle_steps = 0  # in a row, in which nothing ran
         self._request: Request | None = None
         self._state: DecodeState | None = None
         self._running = self.profile  # that ``_request`` has
+        if pool is not None:
+            pool.engines.add(self)
 
     @property
     def is_idle(self) -> bool:
@@ -113,6 +157,7 @@ class Engine:
         rounds: int | None = None,
         scoring: Scoring | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Ticket:
         """Queue a sequence. Tickets run by priority, the lowest number first, then by arrival.
 
@@ -123,9 +168,10 @@ class Engine:
           rounds: most rounds between two readings of the answer; None for the profile's.
           scoring: scores of tokens; None for none.
           priority: as vLLM's.
+          cache_salt: sequences share pages only with those of the same salt.
 
         Raises:
-          ValueError: the sequence does not fit the model or the engine's capacity.
+          ValueError: the sequence does not fit the model, the engine's capacity or the pool.
         """
         check_fit([sequence], self.plan.target)
         total = len(sequence.prompt) + sequence.max_tokens
@@ -134,12 +180,14 @@ class Engine:
                 f"prompt and max_tokens={sequence.max_tokens} are {total} tokens together, more "
                 f"than the engine's capacity={self.capacity}; shorten one of them."
             )
+        if self.pool is not None:
+            self.pool.check_fit(total)
         if scoring is not None:
             scoring.check_fit(self.plan.target.vocab_size)
-        ticket = Ticket(
-            sequence, answers.empty(self.plan.drafter.max_depth), listener, rounds, scoring
-        )
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), ticket))
+        begun, holding = answers.empty(self.plan.drafter.max_depth), Holding(self.pool, cache_salt)
+        rank = priority, next(self._arrivals)
+        ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring)
+        heapq.heappush(self._waiting, ticket)
         self.profile = self.profile.grown([sequence]).scored(scoring)
         return ticket
 
@@ -162,15 +210,38 @@ class Engine:
         """Admit, dispatch one launch, and read the one before it."""
         self._tell_leaving()
         self._admit()
+        rounds = self._rounds
+        self._grow(rounds)
         is_running = any(self._slots)
+        self._num_idle_steps = 0 if is_running else self._num_idle_steps + 1
         if is_running:
-            self._dispatch()
-        while len(self._unread) > is_running:
-            self._read(*self._unread.popleft())
+            self._dispatch(rounds)
+        self._read_all_but(is_running)
 
     def settle(self) -> None:
         """Hand the texts that the host ended to a drafter with shared state."""
         self._tell_leaving()
+
+    def preempt(self) -> bool:
+        """Free pages, if any are held: of those whose prompts are read, else of the youngest.
+
+        Launches that are not read come first: texts must be complete, and some may have ended.
+        """
+        if self._unread:
+            self._read_all_but(0)
+        elif self._staged:
+            for ticket in self._staged.tickets:
+                ticket.holding.release()
+                heapq.heappush(self._waiting, ticket)
+            self._staged = None
+        elif any(self._slots):
+            ticket = max(ticket for ticket in self._slots if ticket is not None)
+            ticket.num_preemptions += 1
+            self._leave(ticket)
+            heapq.heappush(self._waiting, ticket)
+        else:
+            return False
+        return True
 
     # ----------------------------------------------------------------------------- those who join
 
@@ -178,11 +249,13 @@ class Engine:
         """Prefill those who wait: between two launches a chunk, without any launch all."""
         while self._free_slots and (self._staged or self._has_waiting()):
             if not self._staged:
-                self._stage()
+                if not self._stage() and not self._is_relieved():
+                    self._refuse_the_impossible()
+                    break
             elif self._staged.intake.is_complete:
                 self._join()
             else:
-                self._staged.intake.advance(self.plan, self.params)
+                self._staged.intake.advance(self.plan, self.params, self.pool)
                 if any(self._slots):
                     break
 
@@ -193,27 +266,79 @@ class Engine:
 
     def _has_waiting(self) -> bool:
         """Drop what was aborted while it waited; return whether anything waits."""
-        while self._waiting and self._waiting[0][-1].finished:
+        while self._waiting and self._waiting[0].finished:
             heapq.heappop(self._waiting)
         return bool(self._waiting)
 
-    def _stage(self) -> None:
-        """Take the next sequences: for all slots at once if most would be filled, else one."""
+    def _stage(self) -> bool:
+        """Take the next sequences: for all slots at once if most would be filled, else one.
+
+        Return whether there were pages for any.
+        """
         is_empty = not any(self._slots)
         if is_empty:
             self._grammars = ()
         together = is_empty and 2 * len(self._waiting) > self.num_slots
         size, tickets = self.num_slots if together else 1, []
+        cached = np.zeros(size, np.int32)
         while len(tickets) < size and self._has_waiting():
-            tickets.append(heapq.heappop(self._waiting)[-1])
-        of_prompts = [
-            ticket.scoring for ticket in tickets if ticket.scoring and ticket.scoring.prompt
-        ]
-        request, streams = self._request_of([*tickets, *[None] * (size - len(tickets))])
-        prompts = [ticket.sequence.prompt for ticket in tickets]
-        inputs = self.plan, self.params, request, streams, prompts, self._buffer_size
-        most = max(of_prompts, key=lambda scoring: scoring.count, default=None)
-        self._staged = _Staged(tickets, admission.begin(*inputs, most))
+            num_known = self._take_first_pages(self._waiting[0], tickets)
+            if num_known is None:
+                break
+            cached[len(tickets)] = num_known
+            tickets.append(heapq.heappop(self._waiting))
+        if tickets:
+            self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))
+        return bool(tickets)
+
+    def _is_relieved(self) -> bool:
+        """Have another engine of the pool free pages if nothing of this one ran for long.
+
+        The other one may not be stepped: its reader may wait for this one.
+        """
+        return self._num_idle_steps >= _PATIENCE and self._take_from_others()
+
+    def _take_from_others(self) -> bool:
+        return any(engine.preempt() for engine in self.pool.engines if engine is not self)
+
+    def _refuse_the_impossible(self) -> None:
+        """End the next sequence if all pages do not suffice for it."""
+        if self.pool.table.num_used == 0 and self._has_waiting():
+            self._fail(heapq.heappop(self._waiting), self._no_memory())
+
+    def _no_memory(self) -> MemoryError:
+        most = (self.pool.most - 1) * self.pool.table.size
+        return MemoryError(
+            f"the memory of the KV cache suffices for {most} tokens, and the text became longer; "
+            "ask for less, or give the cache more memory."
+        )
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a sequence by an error; the others go on."""
+        ticket.error = error
+        ticket.answer = dataclasses.replace(ticket.answer, finish_reason="error")
+        if ticket in self._slots:
+            self._leave(ticket)
+
+    def _take_first_pages(self, ticket: Ticket, staged: list[Ticket]) -> int | None:
+        """Take pages for the text so far, and leave one for each sequence that may need more.
+
+        Return the tokens that known pages hold; None if there are not enough pages.
+        """
+        others = [*staged, *(each for each in self._slots if each is not None)]
+        spare = sum(each.holding.lacks(each.most_tokens) for each in others)
+        reads_known = ticket.scored_prompt is None  # scores need a pass over the prompt
+        return ticket.holding.begin(ticket.text, reads_known=reads_known, spare=spare)
+
+    def _intake_of(self, tickets: list[Ticket], size: int, cached: np.ndarray) -> admission.Intake:
+        scorings = [ticket.scored_prompt for ticket in tickets if ticket.scored_prompt]
+        members = [*tickets, *[None] * (size - len(tickets))]
+        request, streams = self._request_of(members, [ticket.answer.tokens for ticket in tickets])
+        texts = [ticket.text for ticket in tickets]
+        inputs = self.plan, self.params, request, streams, texts, self._buffer_size
+        most = max(scorings, key=lambda scoring: scoring.count, default=None)
+        table = self._table_of(members)
+        return admission.begin(*inputs, most, None if table is None else cached, table)
 
     def _join(self) -> None:
         """Let those staged run: as the batch, or one in a free slot of the batch."""
@@ -230,29 +355,37 @@ class Engine:
         self._running = self.profile
         for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
             self._slots[slot] = ticket
-            if ticket.scoring and ticket.scoring.prompt and not ticket.finished:
-                scores = intake.prompt_scores(row)
-                ticket.answer = dataclasses.replace(ticket.answer, prompt_logprobs=scores)
+            ticket.holding.learn(ticket.text, len(ticket.text) - 1)
             if ticket.finished:  # aborted meanwhile
                 self._leave(ticket)
+            elif ticket.scored_prompt:
+                scores = intake.prompt_scores(row)
+                ticket.answer = dataclasses.replace(ticket.answer, prompt_logprobs=scores)
 
     def _join_batch(self, members: list[Ticket | None], row: DecodeState, slot: int) -> None:
         request, streams = self._request_of(members)
         if self._state is None:
+            cached = None if self.pool is None else np.zeros(self.num_slots, np.int32)
             inputs = self.plan, self.params, request, streams, [], self._buffer_size
-            self._state = admission.begin(*inputs).state
+            self._state = admission.begin(*inputs, None, cached).state
         state, history = self._state, self._state.history
         if row.history.state is not None and history.state is None:  # the first grammar
             history = history.replace(state=np.zeros(self.num_slots, np.int32))
         inputs = state.replace(history=history), row, request, streams, np.int32(slot)
         self._request, self._state = admission.join(*inputs)
 
-    def _request_of(self, members: Sequence[Ticket | None]) -> tuple[Request, np.ndarray]:
+    def _request_of(
+        self, members: Sequence[Ticket | None], generated: Sequence[np.ndarray] = ()
+    ) -> tuple[Request, np.ndarray]:
         rows = [None if ticket is None else ticket.sequence for ticket in members]
         new = (row.grammar for row in rows if row is not None and row.grammar is not None)
         self._grammars = tuple(dict.fromkeys((*self._grammars, *new)))
         vocab_size = self.plan.target.vocab_size
-        return request_of(rows, self.profile, vocab_size, self._grammars)
+        return request_of(rows, self.profile, vocab_size, self._grammars, generated)
+
+    def _table_of(self, members: Sequence[Ticket | None]) -> np.ndarray | None:
+        holdings = [None if ticket is None else ticket.holding for ticket in members]
+        return table_of(holdings, self.pool, self.capacity)
 
     @property
     def _buffer_size(self) -> int:
@@ -260,36 +393,77 @@ class Engine:
 
     # ------------------------------------------------------------------------------ those who run
 
-    def _dispatch(self) -> None:
+    @property
+    def _rounds(self) -> int:
+        """Return the most rounds of the next launch."""
+        running = [ticket for ticket in self._slots if ticket is not None]
+        rounds = (ticket.rounds or self._running.rounds for ticket in running)
+        rounds = min(rounds, default=self._running.rounds)
+        return min(rounds, _BUSY_ROUNDS) if self._staged else rounds
+
+    def _grow(self, rounds: int) -> None:
+        """Give every sequence the pages that it may fill; preempt the youngest if they run out."""
+        ahead = sum(each.most_tokens for each in self._unread)
+        gained = ahead + rounds * (self.plan.drafter.max_depth + 1)
+        for ticket in sorted(ticket for ticket in self._slots if ticket is not None):
+            length = len(ticket.sequence.prompt) + len(ticket.answer.tokens)
+            needed = min(length + gained, ticket.most_tokens)
+            while ticket in self._slots and not ticket.holding.grow(needed):
+                is_alone = not (self._unread or self._staged) and sum(map(bool, self._slots)) == 1
+                if not is_alone:
+                    self.preempt()
+                elif not self._take_from_others():
+                    self._fail(ticket, self._no_memory())
+        self._tell_leaving()
+
+    def _dispatch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
         running = [ticket for ticket in self._slots if ticket is not None]
-        rounds = min(ticket.rounds or self._running.rounds for ticket in running)
         is_wanted = bool(self._staged) or self._has_waiting()
-        if self._staged:
-            rounds = min(rounds, _BUSY_ROUNDS)
         watched = np.array([ticket is not None and is_wanted for ticket in self._slots])
         profile = self._running
         if not any(ticket.scoring for ticket in running):
             profile = dataclasses.replace(profile, scoring=None)
-        inputs = self.params, self._request, self.shared, self._state, np.int32(rounds), watched
-        self.shared, self._state, ran = launch(self.plan, profile, *inputs)
-        self._unread.append((ran, [*self._slots]))
+        state = self._state if self.pool is None else self.pool.lend(self._state)
+        inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
+        table = self._table_of(self._slots)
+        self.shared, state, ran = launch(self.plan, profile, *inputs, table)
+        self._state = state if self.pool is None else self.pool.take_back(state)
+        most_tokens = rounds * (self.plan.drafter.max_depth + 1)
+        self._unread.append(_Dispatched(ran, [*self._slots], most_tokens))
 
-    def _read(self, ran: Launch, members: list[Ticket | None]) -> None:
+    def _read_all_but(self, count: int) -> None:
+        """Read launches until ``count`` are left, which are the last ones."""
+        while len(self._unread) > count:
+            self._read(self._unread.popleft())
+
+    def _read(self, dispatched: _Dispatched) -> None:
         """Add the results of a launch to the answers of its members."""
-        ran = jax.device_get(ran)
-        for slot, ticket in enumerate(members):
+        ran = jax.device_get(dispatched.launch)
+        for slot, ticket in enumerate(dispatched.members):
             if ticket is None or ticket.finished:
                 continue
             limits = ticket.sequence.stop_token_ids, ticket.sequence.max_tokens
             asked = ran if ticket.scoring else ran.replace(logprobs=None)
             ticket.answer = answers.extended(ticket.answer, asked, slot, *limits)
-            has_ended = ticket.listener is not None and ticket.listener(ticket.answer)
+            ticket.holding.learn(ticket.text, int(ran.num_cached[slot]))
+            has_ended = self._has_heard(ticket)
+            if ticket.error is not None:
+                continue
             if ticket.finished:
                 self._slots[slot] = None
+                ticket.holding.release()
             elif has_ended:
                 ticket.answer = dataclasses.replace(ticket.answer, finish_reason="stop")
                 self._leave(ticket)
+
+    def _has_heard(self, ticket: Ticket) -> bool:
+        """Tell the listener; return whether it ended the text."""
+        try:
+            return ticket.listener is not None and ticket.listener(ticket.answer)
+        except Exception as error:
+            self._fail(ticket, error)
+            return False
 
     # ---------------------------------------------------------------------------- those who leave
 
@@ -297,6 +471,7 @@ class Engine:
         slot = self._slots.index(ticket)
         self._slots[slot] = None
         self._leaving.add(slot)
+        ticket.holding.release()  # to programs after the one that ends the row: see _tell_leaving
 
     def _tell_leaving(self) -> None:
         """End the rows of texts that the host ended, before their slots are taken again."""

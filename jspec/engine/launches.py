@@ -30,10 +30,11 @@ class Launch:
     drafted: Array  # [R, B] int32, drafted tokens
     nodes: Nodes | None  # None: not asked for
     logprobs: Logprobs | None  # of ``tokens``; None: not asked for
-    # The last three are None until the loop has ended.
+    # The last four are None until the loop has ended.
     tokens: Array | None = None  # [B, R * (K+1)] int32
     length: Array | None = None  # [B] int32, of the history
     done: Array | None = None  # [B] bool
+    num_cached: Array | None = None  # [B] int32, tokens that all caches hold
 
 
 def empty(profile: Profile, drafter: Rounds, history: History) -> Launch:
@@ -90,10 +91,15 @@ def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict) -> Launch
 
 
 def ended(
-    launch: Launch, profile: Profile, drafter: Rounds, history: History, done: Array
+    launch: Launch,
+    profile: Profile,
+    drafter: Rounds,
+    history: History,
+    done: Array,
+    num_cached: Array,
 ) -> Launch:
     """Return the launch with the tokens that its rounds added to ``history``."""
     size = profile.rounds * (drafter.max_depth + 1)
     positions = launch.start[:, None] + jnp.arange(size)
     tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
-    return launch.replace(tokens=tokens, length=history.length, done=done)
+    return launch.replace(tokens=tokens, length=history.length, done=done, num_cached=num_cached)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,26 @@ class DecodeState:
     memory: Memory  # of the drafter
     done: Array  # [B] bool
     round: Array  # [] int32
+    # The layers of the caches above, in order, where these have pages: what ``launch`` attaches.
+    pools: tuple[Any, ...] = ()
+
+    def attached(self, table: Array | None) -> "DecodeState":
+        """Return the state with its pools in the caches; the state itself without a ``table``."""
+        if table is None:
+            return self
+        cache, memory = kv_cache.attach((self.cache, self.memory), self.pools, table)
+        return self.replace(cache=cache, memory=memory, pools=())
+
+    def detached(self) -> "DecodeState":
+        """Return the state with the layers of its caches in ``pools``."""
+        (cache, memory), pools = kv_cache.detach((self.cache, self.memory))
+        return self.replace(cache=cache, memory=memory, pools=pools)
+
+    @property
+    def num_cached(self) -> Array:
+        """The tokens that all caches hold, int32 [B]."""
+        caches = kv_cache.caches_of((self.cache, self.memory))
+        return functools.reduce(jnp.minimum, (cache.length for cache in caches))
 
 
 # Of the loop. The last item is None for those who want no results.
@@ -70,6 +91,7 @@ def launch(
     state: DecodeState,
     rounds: Array,
     watched: Array,
+    table: Array | None = None,
 ) -> tuple[Shared, DecodeState, Launch]:
     """Run up to ``rounds`` rounds; return what they did.
 
@@ -85,12 +107,16 @@ def launch(
       state: consumed.
       rounds: int32 [].
       watched: bool [B].
+      table: int32 [B, M], the pages of each row in ``state.pools``; None for caches without pages.
     """
+    state = state.attached(table)
     until = state.round + jnp.minimum(rounds, profile.rounds)
     is_running = lambda carry: _is_running(until, carry) & ~(carry[1].done & watched).any()
     carry = shared, state, launches.empty(profile, plan.drafter, state.history)
     shared, state, ran = _loop(plan, params, request, is_running, carry)
-    return shared, state, launches.ended(ran, profile, plan.drafter, state.history, state.done)
+    state = state if table is None else state.detached()
+    ran = launches.ended(ran, profile, plan.drafter, state.history, state.done, state.num_cached)
+    return shared, state, ran
 
 
 def step(
@@ -263,34 +289,33 @@ def _pad(
     return out, verdict.replace(path=modes.widen(verdict.path, 1, max_depth + 1))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("plan", "scoring"), donate_argnames=("cache", "memory")
-)
+@functools.partial(jax.jit, static_argnames=("plan", "scoring"), donate_argnames="state")
 def prefill(
     plan: Plan,
     params: Params,
-    cache: kv_cache.KVCache,
-    memory: Memory,
+    state: DecodeState,
     chunk: Array,
     start: Array,
     valid: Array,
     scoring: Scoring | None = None,
-) -> tuple[kv_cache.KVCache, Memory, Logprobs | None]:
+    table: Array | None = None,
+) -> tuple[DecodeState, Logprobs | None]:
     """Prefill a chunk of the prompts into the caches of target and drafter.
 
-    Consumes ``cache`` and ``memory``. A prompt's last token is not prefilled: it is the root of the
-    first round.
+    A prompt's last token is not prefilled: it is the root of the first round.
 
     Args:
       plan: static.
       params: weights.
-      cache: of the target, holding the first ``start`` tokens of every prompt that is longer.
-      memory: of the drafter.
+      state: consumed; the caches hold the first ``start`` tokens of every prompt that is longer.
       chunk: int32 [B, C+1], C tokens and one of look-ahead.
-      start: int32 [], position of the chunk's first token.
+      start: int32 [B], position of the chunk's first token.
       valid: int32 [B], number of the C tokens that each sequence prefills.
       scoring: static; how to score the C tokens after the chunk's first. None: no scores.
+      table: as of ``launch``.
     """
+    state = state.attached(table)
+    cache, memory = state.cache, state.memory
     batch, size = chunk.shape[0], chunk.shape[1] - 1
     tree = trees.chain_tree(batch, size)
     out = _forward(plan, params, chunk[:, :-1], tree, cache)
@@ -300,7 +325,8 @@ def prefill(
     scores = None
     if scoring is not None:
         scores = logprobs.score(out.logits, chunk[:, 1:], scoring.count, scoring.mode)
-    return kv_cache.append(cache, out.tree_kv, nodes, valid), prefilled, scores
+    state = state.replace(cache=kv_cache.append(cache, out.tree_kv, nodes, valid), memory=prefilled)
+    return state if table is None else state.detached(), scores
 
 
 def init_shared(plan: Plan) -> Shared:

@@ -72,12 +72,14 @@ def request_of(
     profile: Profile,
     vocab_size: int,
     grammars: Sequence[Grammar] = (),
+    generated: Sequence[Sequence[int]] = (),
 ) -> tuple[Request, np.ndarray]:
     """Return the arrays of a batch in the widths of ``profile``, and the streams [B].
 
     A row of None is idle. ``Request.keys`` holds the words of the seeds, uint32 [B, 2], not yet
     folded with the streams. ``grammars`` keep their states from one batch to the next, in which
-    they come first again.
+    they come first again. ``generated`` are tokens that rows had generated when they were
+    preempted.
     """
     size, sequences = len(rows), [_IDLE if row is None else row for row in rows]
     seeds = np.zeros((size, 2), np.uint32)
@@ -87,7 +89,9 @@ def request_of(
     for name, form in profile.forms:
         make = PROCESSORS[name].arrays
         if make is None:
-            arrays[name] = automata.joined([each.grammar for each in sequences], grammars)
+            arrays[name] = automata.joined(
+                [each.grammar for each in sequences], grammars, generated
+            )
         else:
             arrays[name] = make(sequences, vocab_size, form)
     settings = Sampling(

@@ -387,16 +387,34 @@ def _with_metaspace(token: str) -> bytes:
     return token.replace("\u2581", " ").encode()
 
 
-def joined(grammars: Sequence[Grammar | None], known: Sequence[Grammar] = ()) -> Automaton:
+def joined(
+    grammars: Sequence[Grammar | None],
+    known: Sequence[Grammar] = (),
+    generated: Sequence[Sequence[int]] = (),
+) -> Automaton:
     """Return the automaton of a batch; rows without a grammar are free.
 
     The states of ``known`` grammars come first, in this order: a batch that knows the same ones
-    numbers them alike.
+    numbers them alike. The first rows start behind the tokens that they have ``generated``.
     """
     unique = tuple(dict.fromkeys((*known, *(each for each in grammars if each is not None))))
     automaton, begin = _united(unique)
     start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
+    for row, tokens in enumerate(generated):
+        start[row] = _after(automaton, start[row], tokens)
     return automaton.replace(start=np.array(start, np.int32))
+
+
+def _after(automaton: Automaton, state: int, tokens: Sequence[int]) -> int:
+    """Return the state after tokens, on the host."""
+    for token in tokens:
+        if state == FREE:
+            break
+        begin, end = automaton.first[state : state + 2]
+        index = begin + np.searchsorted(automaton.tokens[begin:end], token)
+        is_allowed = index < end and automaton.tokens[index] == token
+        state = int(automaton.following[index]) if is_allowed else FREE
+    return state
 
 
 @functools.lru_cache(maxsize=8)

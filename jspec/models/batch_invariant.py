@@ -41,6 +41,8 @@ class BatchInvariantDecoder(Decoder):
       ValueError: the network has experts or latent attention, or ``attention`` names a kernel.
     """
 
+    reads_pages = False  # sums over whole blocks of one buffer
+
     def __post_init__(self):
         config = self.config
         unsupported = {"experts": config.moe, "latent attention": config.mla}

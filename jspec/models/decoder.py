@@ -298,6 +298,8 @@ class Decoder:
 
     config: DecoderConfig
 
+    reads_pages = True
+
     @property
     def vocab_size(self) -> int:
         """V, padding of the head included."""

@@ -6,7 +6,8 @@ One warpgroup computes 64 query rows of one key head over one split of the prefi
     others:   their share of the row's cache blocks
 
 Blocks of keys and values arrive by TMA, ``stages`` of them in flight; both matmuls are wgmma. Each
-split writes a softmax, and a second pass merges them.
+split writes a softmax, and a second pass merges them. A block of a cache of pages lies in one page,
+whose number the program reads from the table.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 Array = jax.Array
 
 TILE_ROWS = 64  # of a wgmma
+PAGE_MULTIPLE = 64  # a block of the cache lies in one page
 FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: depth of wgmma, limit of shared memory
 MULTIPROCESSORS = 132  # of an H100 or H200
 SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
@@ -49,9 +51,14 @@ def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
     return Blocks(max(1, min(MULTIPROCESSORS // programs, slots // SPLIT_SLOTS)))
 
 
-def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
+def refusal(
+    q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None
+) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     dim = q.shape[-1]
+    if table is not None and cache_k.shape[2] % PAGE_MULTIPLE:
+        page = cache_k.shape[2]
+        return f"takes pages of a multiple of {PAGE_MULTIPLE} slots, not {page}; choose others"
     if dim % FEATURE_MULTIPLE or dim > MAX_FEATURES:
         sizes = f"a multiple of {FEATURE_MULTIPLE} features up to {MAX_FEATURES}"
         return f"takes heads of {sizes}, not {dim}; pad them"
@@ -79,6 +86,7 @@ def tree_attention(
     cache_v: Array,
     length: Array,
     positions: Array | None = None,
+    table: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -92,6 +100,7 @@ def tree_attention(
     """
     batch, heads, nodes, dim = q.shape
     kv_heads, slots = cache_k.shape[1:3]
+    slots *= 1 if table is None else table.shape[1]
     group = heads // kv_heads
     count = group * nodes
     blocks = blocks or choose_blocks(batch, kv_heads, count, slots)
@@ -109,8 +118,12 @@ def tree_attention(
     span = layout.span(length, blocks.slots, blocks.splits, window, positions)
     # Rows of padding in an incomplete tile stay on the chip.
     written = rows.shape[2] if count > TILE_ROWS else -(-count // 8) * 8
-    body = functools.partial(_kernel, blocks=blocks, window=window, soft_cap=soft_cap)
-    arrays = (*span, *tree, *cache, rows, *by_row)
+    has_pages = table is not None
+    body = functools.partial(
+        _kernel, blocks=blocks, window=window, soft_cap=soft_cap, has_pages=has_pages
+    )
+    tables = (table,) if has_pages else ()
+    arrays = (*span, *tables, *tree, *cache, rows, *by_row)
     mixed, log_total = _call(body, arrays, rows, written, blocks, interpret)
     merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., :written])
     return merged[:, :, :count].reshape(batch, heads, nodes, dim)
@@ -163,10 +176,12 @@ def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(*refs, blocks, window, soft_cap):
+def _kernel(*refs, blocks, window, soft_cap, has_pages):
     """Attend with one tile of rows to one split; ``positions`` are there for a window."""
     # ``seen_by_all`` is not used: masking every block is cheap beside the wait for the next one.
-    first, count, share, length, _, tree_k, tree_v, cache_k, cache_v, q, words, *refs = refs
+    (first, count, share, length, _), refs = refs[:5], refs[5:]
+    table, refs = (refs[0], refs[1:]) if has_pages else (None, refs)
+    tree_k, tree_v, cache_k, cache_v, q, words, *refs = refs
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     out, log_total, q_s, k_s, v_s, out_s, log_s, q_ready, k_ready, v_ready, *weights_s = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")
@@ -177,7 +192,8 @@ def _kernel(*refs, blocks, window, soft_cap):
     num_tree = jnp.where(split == 0, tree_k.shape[2] // slots, 0)
     begin = split * share[row]
     num_blocks = num_tree + jnp.clip(count[row] - begin, 0, share[row])
-    last_start = cache_k.shape[2] - slots
+    page = cache_k.shape[2]
+    last_start = (page if table is None else page * table.shape[1]) - slots
 
     def begin_of(index):  # first slot of this split's cache block number ``index``
         return (first[row] + begin + index - num_tree) * slots
@@ -185,18 +201,22 @@ def _kernel(*refs, blocks, window, soft_cap):
     def fetch(index):
         slot = lax.rem(index, jnp.int32(stages))
 
-        def copy(k, v, start):
+        def copy(k, v, row, start):
             source = (row, head, pl.ds(start, slots))
             plgpu.copy_gmem_to_smem(k.at[source], k_s.at[slot], k_ready.at[slot])
             plgpu.copy_gmem_to_smem(v.at[source], v_s.at[slot], v_ready.at[slot])
 
         @pl.when(index < num_tree)
         def _():
-            copy(tree_k, tree_v, index * slots)
+            copy(tree_k, tree_v, row, index * slots)
 
         @pl.when((index >= num_tree) & (index < num_blocks))
         def _():
-            copy(cache_k, cache_v, jnp.minimum(begin_of(index), last_start))
+            start = jnp.minimum(begin_of(index), last_start)
+            if table is None:
+                copy(cache_k, cache_v, row, start)
+            else:
+                copy(cache_k, cache_v, table[row, lax.div(start, page)], lax.rem(start, page))
 
     def load_row(ref, word):
         part = ref.at[row, word, rows]

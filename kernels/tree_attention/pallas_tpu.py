@@ -8,6 +8,9 @@ The tree block starts the running softmax, then the row's blocks of the cache st
 indices are prefetched as scalars. A block past a row's length, or outside its window, repeats the
 index of the last live one, so nothing is fetched for it. Only blocks at an edge of the span are
 masked; slots past ``length`` are never used.
+
+A block of a cache of pages is several pages side by side. The pool is passed once for each of them,
+and the table of pages is prefetched too.
 """
 
 import dataclasses
@@ -51,8 +54,19 @@ def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
     return Blocks(tile, block, splits)
 
 
-def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
+def choose_pages(blocks: Blocks, page: int, most: int) -> Blocks:
+    """Return the blocks with whole pages of ``page`` slots, at most ``most`` of a row."""
+    count = max(1, min(blocks.slots // page, most))
+    return dataclasses.replace(
+        blocks, slots=count * page, splits=min(blocks.splits, -(-most // count))
+    )
+
+
+def refusal(
+    q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None
+) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
+    del table  # pages may be as short as any cache
     if tree_k.shape[2] > MAX_TREE_KEYS:
         return f"takes up to {MAX_TREE_KEYS} tree keys, not {tree_k.shape[2]}; feed fewer at a time"
     if q.dtype == jnp.float64:
@@ -71,6 +85,7 @@ def tree_attention(
     cache_v: Array,
     length: Array,
     positions: Array | None = None,
+    table: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -80,9 +95,12 @@ def tree_attention(
 ) -> Array:
     """Attend as the reference does, over a non-empty cache; ``blocks`` None chooses by shape."""
     batch, heads, nodes, dim = q.shape
-    kv_heads, slots = cache_k.shape[1:3]
+    kv_heads, page = cache_k.shape[1:3]
+    slots = page if table is None else page * table.shape[1]
     group = heads // kv_heads
     blocks = blocks or choose_blocks(batch, kv_heads, group * nodes, slots)
+    if table is not None:
+        blocks = choose_pages(blocks, page, table.shape[1])
     rows = layout.queries(q, kv_heads, scale, cache_k.dtype)
     words = layout.per_row(layout.known_bits(ancestors, tree_k.shape[2]), group)
     by_row = [rows, lax.bitcast_convert_type(words, jnp.int32)]
@@ -95,37 +113,58 @@ def tree_attention(
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
     if not interpret:  # else XLA may move the entire cache into vector memory
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    mixed, log_total = _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret)
+    options = blocks, window, soft_cap, interpret
+    mixed, log_total = _call(span, by_row, tree, cache, table, *options)
     merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
     return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)
 
 
-def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
+def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret):
     """Returns (results [B, Hkv, C, R, D], logs of their sums [B, Hkv, C, R, 1]), both float32."""
     batch, kv_heads, rows, dim = by_row[0].shape
-    tree_keys, slots = tree[0].shape[2], cache[0].shape[2]
+    tree_keys, page = tree[0].shape[2], cache[0].shape[2]
     words = by_row[1].shape[-1]
     tile, splits = blocks.rows, blocks.splits
+    parts, most = (1, 1) if table is None else (blocks.slots // page, table.shape[1])
+    slots = page * most
+    scalars = [*span] if table is None else [*span, table.reshape(-1)]
 
-    def cache_block(b, h, _, c, s, first, count, share, *__):
+    def block_index(b, c, s, first, count, share):
         index = jnp.minimum(c * share[b] + jnp.minimum(s, share[b] - 1), count[b] - 1)
-        return b, h, first[b] + jnp.maximum(index, 0), 0
+        return first[b] + jnp.maximum(index, 0)
+
+    def cache_block(b, h, _, c, s, *scalars):
+        return b, h, block_index(b, c, s, *scalars[:3]), 0
+
+    def page_of(part, b, h, _, c, s, *scalars):
+        column = block_index(b, c, s, *scalars[:3]) * parts + part
+        return scalars[-1][b * most + jnp.minimum(column, most - 1)], h, 0, 0
 
     of_row = lambda width: pl.BlockSpec((None, tile, width), lambda b, _, t, *__: (b, t, 0))
     of_split = lambda width: pl.BlockSpec(
         (None, None, None, tile, width), lambda b, h, t, c, *_: (b, h, c, t, 0)
     )
     of_tree = pl.BlockSpec((None, None, tree_keys, dim), lambda b, h, *_: (b, h, 0, 0))
-    of_cache = pl.BlockSpec((None, None, blocks.slots, dim), cache_block)
+    of_cache = [pl.BlockSpec((None, None, blocks.slots, dim), cache_block)]
+    if table is not None:
+        of_part = lambda part: functools.partial(page_of, part)
+        of_cache = [pl.BlockSpec((None, None, page, dim), of_part(part)) for part in range(parts)]
     of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
     widths = (dim, 1) if splits > 1 else (dim,)
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
     steps = jnp.maximum(span.share.max(), 1)  # of the longest row
     results = pl.pallas_call(
-        functools.partial(_kernel, slots=blocks.slots, window=window, soft_cap=soft_cap),
+        functools.partial(
+            _kernel,
+            num_scalars=len(scalars),
+            parts=parts,
+            slots=blocks.slots,
+            window=window,
+            soft_cap=soft_cap,
+        ),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out_shape],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(span),
+            num_scalar_prefetch=len(scalars),
             grid=(batch, kv_heads, rows // tile, splits, steps),
             in_specs=[
                 of_queries,
@@ -133,8 +172,8 @@ def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
                 *([of_row(1)] if window is not None else []),
                 of_tree,
                 of_tree,
-                of_cache,
-                of_cache,
+                *of_cache,
+                *of_cache,
             ],
             out_specs=[of_split(width) for width in widths],
             scratch_shapes=[pltpu.VMEM((tile, width), jnp.float32) for width in (1, 1, dim)],
@@ -142,17 +181,18 @@ def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=_cost(by_row[0], tree[0], cache[0], slots + tree_keys),
+        cost_estimate=_cost(by_row[0], tree[0], batch * slots, slots + tree_keys),
         interpret=interpret,
         name="tree_attention",
-    )(*span, *by_row, *tree, *cache)
+    )(*scalars, *by_row, *tree, *[cache[0]] * parts, *[cache[1]] * parts)
     return results if splits > 1 else (*results, None)
 
 
-def _cost(rows: Array, tree_k: Array, cache_k: Array, keys: int) -> pl.CostEstimate:
+def _cost(rows: Array, tree_k: Array, num_slots: int, keys: int) -> pl.CostEstimate:
     """An upper bound, the cost of a full cache: lengths are not known when compiling."""
     scores = rows.size // rows.shape[-1] * keys
-    stored = (tree_k.size + cache_k.size) * 2 * cache_k.dtype.itemsize
+    _, kv_heads, _, dim = tree_k.shape
+    stored = (tree_k.size + num_slots * kv_heads * dim) * 2 * tree_k.dtype.itemsize
     return pl.CostEstimate(
         flops=4 * scores * rows.shape[-1],
         transcendentals=scores,
@@ -160,10 +200,14 @@ def _cost(rows: Array, tree_k: Array, cache_k: Array, keys: int) -> pl.CostEstim
     )
 
 
-def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, window, soft_cap):
-    """Attend to one block of one split; ``refs`` begin with positions for a window."""
+def _kernel(*refs, num_scalars, parts, slots, window, soft_cap):
+    """Attend to one block of one split; a block of the cache has several ``parts``."""
+    first, count, share, length, seen_by_all = refs[:5]
+    q, words, *refs = refs[num_scalars:]
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
-    tree_k, tree_v, k, v, out, *log_total, peak, total, mixed = refs
+    tree_k, tree_v, *refs = refs
+    k, v, refs = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+    out, *log_total, peak, total, mixed = refs
     row, split, step = pl.program_id(0), pl.program_id(3), pl.program_id(4)
     index = split * share[row] + step
     start = (first[row] + index) * slots
@@ -196,17 +240,17 @@ def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, wi
 
     @pl.when(live & inside)
     def _():
-        accumulate(scores_of(k[...]), v[...])
+        accumulate(scores_of(_joined(k)), _joined(v))
 
     @pl.when(live & ~inside)
     def _():
-        scores = scores_of(k[...])
+        scores, values = scores_of(_joined(k)), _joined(v)
         slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         seen = slot < length[row]
         if window is not None:
             seen &= slot > positions[...] - window
-        stored = start + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length[row]
-        values = jnp.where(stored, v[...].astype(jnp.float32), 0.0).astype(v.dtype)
+        stored = start + lax.broadcasted_iota(jnp.int32, values.shape, 0) < length[row]
+        values = jnp.where(stored, values.astype(jnp.float32), 0.0).astype(values.dtype)
         accumulate(jnp.where(seen, scores, MASKED), values)
 
     @pl.when(step == pl.num_programs(4) - 1)
@@ -216,6 +260,11 @@ def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, wi
         out[...] = mixed[...] / divisor
         if log_total:
             log_total[0][...] = jnp.where(visible, peak[...] + jnp.log(divisor), MASKED)
+
+
+def _joined(parts: list) -> Array:
+    """Return the slots of a block, side by side."""
+    return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts])
 
 
 def _bits(words: Array, count: int) -> Array:

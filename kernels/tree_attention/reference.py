@@ -3,7 +3,7 @@
 The scores of the tree block initialise a running softmax (Milakov and Gimelshein, arXiv
 1805.02867). Then the prefix streams past in blocks up to the longest committed length, so the cost
 grows with that length, not with the capacity of the cache. A cache with few slots, or few free
-ones, is one block.
+ones, is one block. A cache of pages streams past a few pages of every row at a time.
 """
 
 import functools
@@ -38,6 +38,7 @@ def tree_attention(
     cache_v: Array | None,
     length: Array,
     positions: Array | None = None,
+    table: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -55,15 +56,17 @@ def tree_attention(
       tree_v: their values.
       ancestors: uint32 [B, N, W]; node n sees node m if bit ``m % 32`` of word ``m // 32`` is set.
         Every node sees at least one.
-      cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
+      cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix. With ``table``, a
+        pool [P, Hkv, page, D]; uint16 holds the bits of bfloat16.
       cache_v: their values.
       length: committed slots of each row, int32 [B].
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
+      table: pages of each row, int32 [B, M]; None for a cache without pages.
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
         apply the window to the tree.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-      block: slots of the prefix at a time; None for the best choice on a CPU.
+      block: slots of the prefix at a time; None for the best choice on a CPU, which is one page.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -89,7 +92,11 @@ def tree_attention(
     carry = (peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, tree_v))
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
-        carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
+        if table is None:
+            carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
+        else:
+            pools = cache_k, cache_v, table
+            carry = _stream_pages(scores_of, pools, visible, spread, carry, block)
     _, total, mixed = carry
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
 
@@ -159,19 +166,55 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
     return lax.cond(end - first > int(WHOLE_SHARE * slots), whole, in_blocks, carry)
 
 
-def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
-    """Add block ``index`` of the prefix, ``block`` slots wide, to a running softmax.
+def _stream_pages(scores_of, pools, visible, spread, carry, block):
+    """Add the pages of all rows to a running softmax, ``block`` slots of each row at a time."""
+    pool_k, pool_v, table = pools
+    first, end, mask_of = visible
+    page, most = pool_k.shape[2], table.shape[1]
+    count = max(1, min((block or page) // page, most))
+    turns = -(-most // count)
+    table = jnp.pad(table, ((0, 0), (0, turns * count - most)))
 
-    ``carry`` holds, for R = G*N rows of each key head, the highest score and the sum of weights,
-    [B, Hkv, R], and the weighted sum of values, [B, Hkv, R, D].
-    """
-    peak, total, mixed = carry
+    def step(index, carry):
+        ids = lax.dynamic_slice_in_dim(table, index * count, count, axis=1)
+        mask = mask_of(index * count * page + jnp.arange(count * page))
+        mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
+        return _join(scores_of, *(_pages(pool, ids) for pool in (pool_k, pool_v)), mask, carry)
+
+    if turns == 1:
+        return step(0, carry)
+    return lax.fori_loop(first // (count * page), -(-end // (count * page)), step, carry)
+
+
+def _pages(pool: Array, ids: Array) -> Array:
+    """Return pages ``ids`` [B, n] side by side, [B, Hkv, n * page, D]."""
+    if ids.shape[1] == 1:
+        stored = pool[ids[:, 0]]
+    else:
+        stored = jnp.moveaxis(pool[ids], 1, 2)
+        stored = stored.reshape(*stored.shape[:2], -1, stored.shape[-1])
+    is_bits = stored.dtype == jnp.uint16
+    return lax.bitcast_convert_type(stored, jnp.bfloat16) if is_bits else stored
+
+
+def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
+    """Add block ``index`` of the prefix, ``block`` slots wide, to a running softmax."""
     # The last block is pulled back inside the buffer; repeated slots are masked.
     start = jnp.minimum(index * block, cache_k.shape[2] - block)
     slots = start + jnp.arange(block)
     mask = mask_of(slots) & (slots >= index * block)
     mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
     keys, values = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (cache_k, cache_v))
+    return _join(scores_of, keys, values, mask, carry)
+
+
+def _join(scores_of, keys, values, mask, carry):
+    """Add keys and values to a running softmax.
+
+    ``carry`` holds, for R = G*N rows of each key head, the highest score and the sum of weights,
+    [B, Hkv, R], and the weighted sum of values, [B, Hkv, R, D].
+    """
+    peak, total, mixed = carry
     scores = scores_of(keys, mask)
     new_peak = jnp.maximum(peak, scores.max(-1))
     decay = jnp.exp(peak - new_peak)

@@ -11,11 +11,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
+from jspec.core import kv_cache
 from jspec.core.sampling import FILTERS
 from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine.loop import DecodeState, init_shared, launch
+from jspec.engine.pages import page_layers
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
@@ -28,6 +30,8 @@ from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # of the loops
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
+PAGES, PAGE_SIZE = BATCH * 17, 64  # as many slots as the contiguous caches have
+PAGED = ("draft_model", "eagle3, drawn tree", "static tree")
 ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
 # Two layers compile fast, and show every error between layers.
@@ -111,10 +115,15 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             for dtype in dtypes:
                 program = functools.partial(attention, name, kernel, dtype)
                 programs_by_name[f"tree_attention, {name}, {dtype}"] = Program(program)
+                program = functools.partial(program, pages=True)
+                programs_by_name[f"tree_attention, {name}, {dtype}, pages"] = Program(program)
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
+    paged = {}
+    if num_devices == 1:
+        paged = {f"decode, {name}, pages": plans(None)[name] for name in PAGED}
     deterministic = Plan(BatchInvariantDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
     loops["decode, draft_model, deterministic"] = deterministic
     if num_devices == 1:
@@ -125,16 +134,25 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         programs_by_name[name] = Program(
             functools.partial(loop, plan), _cache_shapes(plan, num_devices)
         )
+    for name, plan in paged.items():
+        shapes = tuple((PAGES, shape[1], PAGE_SIZE, shape[3]) for shape in _cache_shapes(plan, 1))
+        programs_by_name[name] = Program(functools.partial(loop, plan, pages=True), shapes)
     return programs_by_name
 
 
-def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], Any]) -> Any:
-    """Trace a case of the kernel tests, over a long cache."""
+def attention(
+    name: str, implementation: str, dtype: str, put: Callable[[Any], Any], *, pages: bool = False
+) -> Any:
+    """Trace a case of the kernel tests, over a long cache, contiguous or in pages."""
     case = CASES[name]
     queries, kv_heads, features = case.heads
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((KERNEL_BATCH, *shape), dtype)
     tree, cache = array(kv_heads, case.keys, features), array(kv_heads, KERNEL_SLOTS, features)
     words = array(case.nodes, -(-case.keys // 32), dtype="uint32")
+    table, most = None, KERNEL_SLOTS // PAGE_SIZE
+    if pages:
+        shape = KERNEL_BATCH * most + 1, kv_heads, PAGE_SIZE, features
+        cache, table = jax.ShapeDtypeStruct(shape, dtype), array(most, dtype="int32")
     arrays = (
         array(queries, case.nodes, features),
         tree,
@@ -144,12 +162,14 @@ def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], A
         cache,
         array(dtype="int32"),
         array(case.nodes, dtype="int32"),
+        table,
     )
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-1],
-            positions=arrays[-1],
+            *arrays[:-2],
+            positions=arrays[-2],
+            table=arrays[-1],
             scale=0.1,
             window=case.window,
             soft_cap=case.soft_cap,
@@ -184,8 +204,8 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     }
 
 
-def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
-    """Trace a launch of the loop of a plan, sampled."""
+def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
+    """Trace a launch of the loop of a plan, sampled, over contiguous caches or pages."""
     narrow = dict(dtype=jnp.bfloat16)
     networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
     init = networks[type(_network_of(plan))].init_params
@@ -199,7 +219,11 @@ def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
     state = jax.eval_shape(functools.partial(_state, plan), params, request)
     rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
-    weights, rest = put(params, weights=True), (request, shared, state, rounds, watched)
+    table = None
+    if pages:
+        table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
+        state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
+    weights, rest = put(params, weights=True), (request, shared, state, rounds, watched, table)
     return launch.trace(plan, Profile(), weights, *map(put, rest))
 
 
@@ -224,6 +248,13 @@ def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
         done=jnp.zeros((BATCH,), bool),
         round=jnp.int32(0),
     )
+
+
+def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState) -> DecodeState:
+    """Return the state with pools in place of the layers of its caches."""
+    layers = page_layers(plan, params, PAGE_SIZE)
+    pools = tuple(kv_cache.allocate_pool(each, PAGES, in_bits=False) for each in layers)
+    return state.detached().replace(pools=pools)
 
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:

@@ -35,6 +35,28 @@ def random_case(
     return case, dict(window=window, positions=length[:, None] + depth)
 
 
+def in_pages(case, page, *, seed=0):
+    """Return a case whose cache is in pages, scattered over a pool, and the table of pages.
+
+    Page 0 and the ends of last pages hold values that would spoil any result.
+    """
+    batch, heads, slots, dim = case["cache_k"].shape
+    most = -(-slots // page)
+    table = 1 + np.random.default_rng(seed).permutation(batch * most + 3)[: batch * most]
+    table = table.reshape(batch, most).astype(np.int32)
+    paged = dict(case)
+    for name in ("cache_k", "cache_v"):
+        pool = np.full((batch * most + 4, heads, page, dim), 50.0, case[name].dtype)
+        padding = ((0, 0), (0, 0), (0, most * page - slots), (0, 0))
+        padded = np.pad(case[name], padding, constant_values=50.0)
+        split = padded.reshape(batch, heads, most, page, dim)
+        pool[table] = split.swapaxes(1, 2)
+        paged[name] = pool
+    for row, length in enumerate(case["length"]):
+        table[row, -(-int(length) // page) :] = 0  # as the engine leaves it
+    return paged, table
+
+
 def dense(
     q,
     tree_k,

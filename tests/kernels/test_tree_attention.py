@@ -4,13 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jspec import ops
 from jspec.core import trees
 from jspec.kernels.tree_attention import reference
-from tests.kernels.attention import dense, random_case
+from tests.kernels.attention import dense, in_pages, random_case
 
 
 def small_case(heads, kv_heads, nodes, keys, slots, window=None):
@@ -64,6 +65,25 @@ def test_sequences_with_many_keys_attend_in_groups_to_the_same_result(count, win
     arrays, rest = map(jnp.array, case.values()), options.get("positions")
     result = attend(*arrays, positions=rest)
     np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, 8, 16, 64])
+@pytest.mark.parametrize("page", [4, 8, 32])
+def test_pages_anywhere_in_a_pool_are_one_prefix(page, block, window):
+    case, options = small_case(4, 2, 5, 5, 21, window)
+    paged, table = in_pages(case, page)
+    arrays = map(jnp.array, paged.values())
+    result = reference.tree_attention(*arrays, scale=0.3, block=block, table=table, **options)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+
+
+def test_bits_of_bfloat16_are_read_as_its_numbers():
+    case, _ = random_case(4, 2, 8, 5, 5, 21, [0, 7, 21], dtype=ml_dtypes.bfloat16)
+    paged, table = in_pages(case, 8)
+    paged |= {name: paged[name].view(np.uint16) for name in ("cache_k", "cache_v")}
+    result = ops.attention(*map(jnp.array, paged.values()), scale=0.3, table=table)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3), atol=2e-2)
 
 
 def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():

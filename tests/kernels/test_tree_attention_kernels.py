@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jspec import ops
 from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu
 from jspec.kernels.tree_attention.shapes import CASES
-from tests.kernels.attention import dense, random_case
+from tests.kernels.attention import dense, in_pages, random_case
 
 SLOTS = 112
 LENGTHS = (0, 61, SLOTS)  # an empty cache, an odd length, a full cache
@@ -109,6 +109,19 @@ def test_the_tpu_kernel_is_a_dense_softmax(case):
     assert not tpu_races()
 
 
+@pytest.mark.parametrize("page", [16, 24, 112, 128])
+@each_case
+def test_the_tpu_kernel_reads_pages(case, page):
+    arrays, options, rows = arguments_of(case, np.float32)
+    chosen = pallas_tpu.choose_blocks(len(LENGTHS), HEADS_TESTED, rows, SLOTS)
+    blocks = dataclasses.replace(chosen, slots=48, splits=case.splits or chosen.splits)
+    paged, table = in_pages(arrays, page)
+    settings = dict(blocks=blocks, interpret=simulated(), table=table)
+    result = run(pallas_tpu, paged, options, **settings)
+    np.testing.assert_allclose(result, dense(**arrays, **options), rtol=2e-5, atol=5e-6)
+    assert not tpu_races()
+
+
 def test_the_tpu_kernel_accumulates_narrow_keys_and_values_in_float32():
     arrays, options, _ = arguments_of(CASES["a chain of 4"], ml_dtypes.bfloat16)
     result = run(pallas_tpu, arrays, options, interpret=True)
@@ -136,22 +149,45 @@ def test_the_gpu_kernel_is_a_dense_softmax(case):
     assert not gpu_callbacks.get_races().races_found
 
 
+@needs_gpu_interpreter
 @each_case
+@pytest.mark.parametrize("page", [64, 128])
+def test_the_gpu_kernel_reads_pages(case, page):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    arrays, options, _ = arguments_of(case, ml_dtypes.bfloat16)
+    paged, table = in_pages(arrays, page)
+    blocks = pallas_gpu.Blocks(case.splits or 1, weights_in_registers=False)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    settings = dict(blocks=blocks, interpret=interpret, table=table)
+    result = run(pallas_gpu, paged, options, **settings)
+    np.testing.assert_allclose(result, dense(**arrays, **options), atol=1e-2)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@each_case
+@pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("pallas_tpu", "float32"), ("pallas_tpu", "bfloat16"), ("pallas_gpu", "bfloat16")],
 )
-def test_the_kernels_lower_at_the_real_size(case, name, dtype):
+def test_the_kernels_lower_at_the_real_size(case, name, dtype, page):
     (queries, kv_heads, features), batch, slots = case.heads, 2, 4112
     shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct((batch, *sizes), dtype)
     tree, cache = shape(kv_heads, case.keys, features), shape(kv_heads, slots, features)
+    table = None
+    if page is not None:
+        most = slots // page
+        cache = jax.ShapeDtypeStruct((batch * most + 1, kv_heads, page, features), dtype)
+        table = shape(most, dtype="int32")
     words = shape(case.nodes, -(-case.keys // 32), dtype="uint32")
     integers = shape(dtype="int32"), shape(case.nodes, dtype="int32")
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-1],
-            positions=arrays[-1],
+            *arrays[:-2],
+            positions=arrays[-2],
+            table=arrays[-1],
             scale=0.1,
             window=case.window,
             soft_cap=case.soft_cap,
@@ -159,6 +195,7 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype):
         )
 
     arrays = (shape(queries, case.nodes, features), tree, tree, words, cache, cache, *integers)
+    arrays = (*arrays, table)
     platform, call = CUDA_OR_TPU[name]
     lowered = jax.jit(attend).trace(*arrays).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count(call) >= 1
@@ -182,13 +219,18 @@ def test_small_batches_share_a_prefix_among_several_programs():
         ("pallas_gpu", dict(dtype=np.float32), "in bfloat16.*not float32 beside float32"),
         ("pallas_gpu", dict(dim=72), "multiple of 16 features up to 128, not 72; pad them"),
         ("pallas_gpu", dict(dim=256), "up to 128, not 256"),
+        ("pallas_gpu", dict(page=32), "pages of a multiple of 64 slots, not 32; choose others"),
     ],
 )
 def test_what_a_kernel_does_not_take_is_refused_with_a_remedy(name, changes, message):
     sizes = dict(heads=4, kv_heads=2, dim=64, nodes=3, keys=3, slots=24, dtype=ml_dtypes.bfloat16)
-    arrays, _ = random_case(**sizes | changes, lengths=[0, 5])
+    page = changes.get("page")
+    given = {key: value for key, value in changes.items() if key != "page"}
+    arrays, table = random_case(**sizes | given, lengths=[0, 5])[0], None
+    if page is not None:
+        arrays, table = in_pages(arrays, page)
     with pytest.raises(ValueError, match=f"implementation='{name}' .*{message}.*'reference' takes"):
-        ops.attention(*arrays.values(), scale=1.0, implementation=name)
+        ops.attention(*arrays.values(), scale=1.0, table=table, implementation=name)
 
 
 def test_the_gpu_kernel_is_for_hopper():

@@ -111,6 +111,7 @@ class Adaptive:
     max_depth = property(lambda self: self.drafter.max_depth)
     tree_size = property(lambda self: self.drafter.tree_size)
     capture_layers = property(lambda self: self.drafter.capture_layers)
+    lookahead = property(lambda self: self.drafter.lookahead)
     proposal = property(lambda self: self.drafter.proposal)  # a length does not depend on draws
 
     @property

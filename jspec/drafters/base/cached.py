@@ -16,7 +16,7 @@ no row, so its first round drafts nothing.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -63,6 +63,8 @@ class CachedDrafter(TreeDrafter):
     tokens on the outputs of their parents. ``_commit`` commits the first ``count`` [B] of n rows of
     target features [B, n, D] and next tokens.
     """
+
+    lookahead: ClassVar[int | None] = 1  # a row has the token after its feature
 
     def missing(self, memory, history):
         """Return the number of rows of the target's features that are not in the cache, [B]."""

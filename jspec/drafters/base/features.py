@@ -29,6 +29,7 @@ class FeatureDrafter(TreeDrafter):
     """
 
     unrolled = True
+    lookahead = 0
 
     def init(self, params, request, capacity):
         """Return a memory without a hidden state."""

@@ -65,6 +65,7 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
 
     follows: ClassVar[str] = "best_first"
     capture_layers = ()
+    lookahead = 0
 
     config: DecoderConfig
     mask_token_id: int | None = None

@@ -65,6 +65,7 @@ class DraftModel(ReadsText):
     backlog: int = _USUAL_BACKLOG  # most committed tokens that a round reads before it drafts
 
     capture_layers = ()
+    lookahead = 0
     max_depth = property(lambda self: self.num_speculative_tokens)
     tree_size = property(lambda self: self.num_speculative_tokens + 1)
 

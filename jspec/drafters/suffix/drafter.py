@@ -72,6 +72,7 @@ class Suffix:
     suffix_decoding_max_occurrences: int = 32
 
     capture_layers = ()
+    lookahead = 0
     proposal = "deterministic"
     noise = "own"
     max_depth = property(lambda self: self.rule.depth)
@@ -139,8 +140,8 @@ class Suffix:
         return SuffixMemory(own_text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Count the prompt's tokens."""
-        return memory.replace(start=memory.start + valid)
+        """Count the prompt's tokens; the first chunk may follow cached ones."""
+        return memory.replace(start=jnp.where(valid > 0, start + valid + 1, memory.start))
 
     def propose(self, params, request, shared, memory, history):
         """Draft what followed most often."""

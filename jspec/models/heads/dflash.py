@@ -210,12 +210,13 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
         words = trees.pack_bits(mask)
         return ops.attention(
             q,
-            k.astype(entry.k.dtype),
-            v.astype(entry.v.dtype),
+            k.astype(kv_cache.dtype_of(entry.k)),
+            v.astype(kv_cache.dtype_of(entry.v)),
             jnp.broadcast_to(words, (batch, *words.shape)),
             entry.k,
             entry.v,
             cache.length,
+            table=cache.table,
             scale=sizes.head_dim**-0.5,
             window=sizes.windows[index] if sizes.windows else None,
             positions=positions,

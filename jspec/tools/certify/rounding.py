@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from jspec.core import kv_cache, sampling, trees
-from jspec.core.types import Array, Params, Sampling, Target
+from jspec.core.types import Array, History, Params, Sampling, Target
 from jspec.drafters import NoDrafter
 from jspec.engine.admission import PREFILL_CHUNK
-from jspec.engine.loop import prefill
+from jspec.engine.loop import DecodeState, prefill
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
@@ -73,20 +73,27 @@ def _scored(
     size = bucket(len(text))
     count = -(-size // width)
     capacity = bucket(len(prompt)) + count * width + PREFILL_CHUNK
-    cache = target.init_cache(batch, capacity)
     plan, weights = Plan(target, NoDrafter()), Params(params.target)
     last = len(prompt) - 1  # not prefilled
+    state = _empty(target, batch, capacity)
     step = min(bucket(last, smallest=16), PREFILL_CHUNK)
     for begin in range(0, last, step):
         chunk = np.zeros((batch, step + 1), np.int32)  # with a token of look-ahead
         part = prompt[begin : begin + step + 1]
         chunk[:, : len(part)] = part
         counts = np.full(batch, min(last - begin, step), np.int32)
-        cache, _, _ = prefill(plan, weights, cache, (), chunk, np.int32(begin), counts)
+        state, _ = prefill(plan, weights, state, chunk, np.full(batch, begin, np.int32), counts)
     fed = np.zeros(count * width, np.int32)
     fed[: len(text)] = [prompt[-1], *text[:-1]]
-    logits = _feed(target, params.target, cache, fed.reshape(count, width))
+    logits = _feed(target, params.target, state.cache, fed.reshape(count, width))
     return np.asarray(logits, np.float32)[: len(text)]
+
+
+def _empty(target: Target, batch: int, capacity: int) -> DecodeState:
+    """Return the state of prompts before they are prefilled."""
+    history = History(np.zeros((batch, 1), np.int32), np.ones(batch, np.int32))
+    cache = target.init_cache(batch, capacity)
+    return DecodeState(history, cache, (), np.zeros(batch, bool), np.int32(0))
 
 
 @functools.partial(jax.jit, static_argnames="target")

@@ -68,6 +68,7 @@ class Recorder:
     max_depth = property(lambda self: self.inner.max_depth)
     tree_size = property(lambda self: self.inner.tree_size)
     capture_layers = property(lambda self: self.inner.capture_layers)
+    lookahead = property(lambda self: self.inner.lookahead)
     proposal = property(lambda self: self.inner.proposal)
 
     def init(self, params, request, capacity: int) -> RecorderMemory:

@@ -1,0 +1,86 @@
+"""The memory of KV caches: how many pages an engine may have."""
+
+import os
+
+import jax
+
+from jspec.core.types import Params
+from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes
+from jspec.engine.plan import Plan
+from jspec.util.messages import shown
+from jspec.util.values import is_real, is_whole
+
+_CPU_BYTES = 4 * 2**30  # as vLLM's VLLM_CPU_KVCACHE_SPACE
+_ACCELERATOR_SHARE = 0.9  # as vLLM's gpu_memory_utilization
+_FIRST_BYTES = 2**27  # most of a pool that grows
+
+
+def check(settings: dict[str, int | float | None]) -> None:
+    """Refuse values of ``pool_of``'s arguments that are out of range, under their names."""
+    for name, value in settings.items():
+        is_share = name == "gpu_memory_utilization"
+        holds = is_real(value) and 0 < value <= 1 if is_share else is_whole(value, 1)
+        if value is not None and not holds:
+            words = "a number from 0 to 1" if is_share else "a whole number of at least 1"
+            raise ValueError(f"{name}={shown(value)} must be {words}.")
+
+
+def pool_of(
+    plan: Plan,
+    params: Params,
+    *,
+    num_tokens: int,
+    block_size: int = PAGE_SIZE,
+    num_gpu_blocks_override: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    enable_prefix_caching: bool = True,
+) -> Pool:
+    """Return the pool of a model, under vLLM's names.
+
+    A number of pages or bytes is allocated at once. Otherwise the pool grows as it is needed, up to
+    4 GiB on a CPU, or the share ``gpu_memory_utilization`` of the device's memory that the weights
+    leave (0.9 on an accelerator).
+
+    Args:
+      plan: static.
+      params: weights.
+      num_tokens: tokens that may run together: a pool that grows begins with no more.
+      block_size: tokens of a page.
+      num_gpu_blocks_override: pages; it goes before the bytes.
+      kv_cache_memory_bytes: bytes of all pages.
+      gpu_memory_utilization: share of the device's memory for weights and pages.
+      enable_prefix_caching: whether sequences that begin alike share pages.
+
+    Raises:
+      ValueError: the bytes do not suffice for one page.
+    """
+    each = page_bytes(plan, params, block_size)
+    options = dict(page_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    if num_gpu_blocks_override is not None:
+        return Pool(plan, params, num_pages=num_gpu_blocks_override + 1, **options)
+    name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes
+    if limit is None:
+        name, limit = "gpu_memory_utilization", _bytes_left(params, gpu_memory_utilization)
+    count = limit // each if each else 2**20
+    if count < 2:
+        raise ValueError(
+            f"{name} leaves {limit:,} bytes, but one page of {block_size} tokens takes {each:,}, "
+            "and two are the least; give more, or a smaller block_size."
+        )
+    if kv_cache_memory_bytes is not None:
+        return Pool(plan, params, num_pages=count, **options)
+    first = max(2, min(count, _FIRST_BYTES // max(each, 1), -(-num_tokens // block_size) + 1))
+    return Pool(plan, params, num_pages=first, most=count, **options)
+
+
+def _bytes_left(params: Params, share: float | None) -> int:
+    """Return the bytes that the weights leave of a share of the device's memory."""
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        if share is None:
+            return _CPU_BYTES
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if hasattr(leaf, "nbytes"))
+    return max(0, int((share or _ACCELERATOR_SHARE) * limit) - weights)

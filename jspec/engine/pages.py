@@ -1,0 +1,354 @@
+"""Pages: KV caches as pools of pages that sequences take, share and give back.
+
+A page holds the keys and values of ``size`` consecutive tokens, in the caches of the target and of
+the drafter alike. The host owns the table of pages. It sends a copy with every launch, so no
+program allocates memory.
+
+A full page is known by a digest of all text that its entries depend on: up to its end, and for some
+drafters the token after it. A sequence that begins with known pages shares them and prefills only
+the rest. A page that no sequence holds stays known until it is taken for other tokens, the one that
+was freed first before others.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core import kv_cache
+from jspec.core.types import Params
+from jspec.engine.loop import DecodeState
+from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile, request_of
+from jspec.util.messages import shown
+from jspec.util.values import is_whole
+
+PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
+_NOBODY = 0  # the page that fills the rows of a table; it is never taken
+
+
+class PageTable:
+    """The pages that are free, held or known; on the host.
+
+    Args:
+      count: pages, of which number 0 is nobody's.
+      size: tokens of a page.
+    """
+
+    def __init__(self, count: int, size: int):
+        self.size = size
+        self.holders = np.zeros(count, np.int32)  # sequences that hold a page
+        # Of no sequence, the first freed first; values are not used.
+        self._free = collections.OrderedDict.fromkeys(range(_NOBODY + 1, count))
+        self._known: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}  # of the known pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that may be taken."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold."""
+        return len(self.holders) - 1 - len(self._free)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Return the number of pages for ``num_tokens`` tokens."""
+        return -(-num_tokens // self.size)
+
+    def add(self, count: int) -> None:
+        """Add ``count`` free pages."""
+        first = len(self.holders)
+        self.holders = np.pad(self.holders, (0, count))
+        self._free.update(dict.fromkeys(range(first, first + count)))
+
+    def known(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the known pages of the longest prefix of ``digests``."""
+        pages = []
+        for digest in digests:
+            if digest not in self._known:
+                break
+            pages.append(self._known[digest])
+        return pages
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Count one more holder of known pages."""
+        for page in pages:
+            self._free.pop(page, None)
+            self.holders[page] += 1
+
+    def take(self, count: int) -> list[int] | None:
+        """Return ``count`` free pages for new tokens, which are then held; None if there are less.
+
+        Known pages are forgotten as they are taken.
+        """
+        if len(self._free) < count:
+            return None
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            digest = self._digests.pop(page, None)
+            if digest is not None:
+                del self._known[digest]
+        self.holders[pages] = 1
+        return pages
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Count one holder less of the pages of a sequence, the end of its text first."""
+        for page in reversed(pages):
+            self.holders[page] -= 1
+            if not self.holders[page]:
+                self._free[page] = None
+
+    def learn(self, page: int, digest: bytes) -> None:
+        """Know a page that is held and full; the first page of a text is kept."""
+        if digest not in self._known and page not in self._digests:
+            self._known[digest] = page
+            self._digests[page] = digest
+
+    def forget(self) -> None:
+        """Know no page any more; sequences keep theirs."""
+        self._known.clear()
+        self._digests.clear()
+
+
+def digests_of(
+    text: np.ndarray,
+    size: int,
+    *,
+    lookahead: int = 0,
+    salt: str = "",
+    so_far: Sequence[bytes] = (),
+) -> list[bytes]:
+    """Return the digests of the full pages of a text [n].
+
+    A digest stands for the salt, all tokens up to the end of the page, and ``lookahead`` tokens
+    after it, on which the entries of its last tokens depend. ``so_far`` are those of a prefix of
+    the text.
+    """
+    digests = list(so_far)
+    last = digests[-1] if digests else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    for page in range(len(digests), (len(text) - lookahead) // size):
+        tokens = text[page * size : (page + 1) * size + lookahead]
+        tokens = np.asarray(tokens, "<i4").tobytes()
+        last = hashlib.blake2b(last + tokens, digest_size=16).digest()
+        digests.append(last)
+    return digests
+
+
+class Pool:
+    """The pages of the caches of a target and a drafter. Engines of one plan may share it.
+
+    Args:
+      plan: static.
+      params: weights.
+      num_pages: pages to begin with, one of which is nobody's.
+      page_size: tokens of a page.
+      most: pages that the pool may grow to, by doubling, when they run out; None for ``num_pages``.
+      enable_prefix_caching: whether sequences that begin alike share pages.
+
+    Raises:
+      ValueError: a number is out of range, or the target or the drafter reads no pages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Params,
+        *,
+        num_pages: int,
+        page_size: int = PAGE_SIZE,
+        most: int | None = None,
+        enable_prefix_caching: bool = True,
+    ):
+        check(plan)
+        for name, value, least in (("page_size", page_size, 1), ("num_pages", num_pages, 2)):
+            if not is_whole(value, least):
+                raise ValueError(f"{name}={shown(value)} must be whole and at least {least}.")
+        self._like = page_layers(plan, params, page_size)
+        self._in_bits = jax.default_backend() == "cpu"
+        self.buffers = self._allocate(num_pages)
+        self.table = PageTable(num_pages, page_size)
+        self.most = num_pages if most is None else most
+        self._lookahead = plan.drafter.lookahead
+        self.shares_prefixes = enable_prefix_caching and self._lookahead is not None
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # that take its pages
+        self.queries = self.hits = 0  # tokens of prompts, and those of them that pages held
+
+    def check_fit(self, num_tokens: int) -> None:
+        """Refuse a text that would need more pages than there can be."""
+        needed, most = self.table.pages_of(num_tokens), self.most - 1
+        if needed > most:
+            raise ValueError(
+                f"prompt and max_tokens are {num_tokens} tokens together, which need {needed} "
+                f"pages of {self.table.size}, but the KV cache has at most {most}; shorten one of "
+                "them, or give the cache more memory."
+            )
+
+    def take(self, count: int, spare: int = 0) -> list[int] | None:
+        """Return ``count`` free pages, with ``spare`` left; grow if needed; None if impossible."""
+        missing = count + spare - self.table.num_free
+        if missing > 0 and not self.reserve(len(self.table.holders) + missing):
+            return None
+        return self.table.take(count)
+
+    def reserve(self, count: int) -> bool:
+        """Have at least ``count`` pages; return False if there cannot be as many."""
+        old = wanted = len(self.table.holders)
+        while wanted < count and wanted < self.most:
+            wanted = min(2 * wanted, self.most)  # few sizes, since each is compiled
+        if wanted > old:
+            try:
+                self.buffers = jax.block_until_ready(_extended(self.buffers, wanted))
+            except jax.errors.JaxRuntimeError:  # out of memory: these pages are all there will be
+                self.most = old
+                return False
+            self.table.add(wanted - old)
+        return wanted >= count
+
+    def lend(self, state: DecodeState) -> DecodeState:
+        """Return ``state`` with the buffers, for a program that consumes it."""
+        return state.replace(pools=self.buffers)
+
+    def take_back(self, state: DecodeState) -> DecodeState:
+        """Keep the buffers that a program returned; return the state without them."""
+        self.buffers = state.pools
+        return state.replace(pools=())
+
+    def digests_of(self, text: np.ndarray, salt: str, so_far: Sequence[bytes] = ()) -> list[bytes]:
+        """Return ``digests_of`` for these pages."""
+        options = dict(lookahead=self._lookahead, salt=salt, so_far=so_far)
+        return digests_of(text, self.table.size, **options) if self.shares_prefixes else []
+
+    def shared(self, text: np.ndarray, digests: Sequence[bytes]) -> list[int]:
+        """Return known pages that ``text`` [n] begins with.
+
+        At least one token is left for the prefill, since some drafters start from its features.
+        """
+        return self.table.known(digests)[: max(len(text) - 2, 0) // self.table.size]
+
+    @property
+    def usage(self) -> float:
+        """The share of the pages that there may be that sequences hold."""
+        return self.table.num_used / max(self.most - 1, 1)
+
+    def _allocate(self, num_pages: int) -> tuple[Any, ...]:
+        allocate = lambda: tuple(
+            kv_cache.allocate_pool(layers, num_pages, self._in_bits) for layers in self._like
+        )
+        return jax.jit(allocate)()
+
+
+@dataclasses.dataclass
+class Holding:
+    """The pages of one sequence; without a ``pool``, it has and needs none."""
+
+    pool: Pool | None
+    salt: str = ""
+    pages: list[int] = dataclasses.field(default_factory=list)  # in order
+    _digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages of the text
+    _num_known: int = 0  # pages that were shared or learned
+
+    def begin(self, text: np.ndarray, *, reads_known: bool = True, spare: int = 0) -> int | None:
+        """Take pages for a text [n], known ones first; return the number of tokens that these hold.
+
+        None: there are not enough, or less than ``spare`` would be left; nothing is taken then.
+        """
+        if self.pool is None:
+            return 0
+        table, size = self.pool.table, self.pool.table.size
+        self._digests = self.pool.digests_of(text, self.salt)
+        known = self.pool.shared(text, self._digests) if reads_known else []
+        table.hold(known)
+        taken = self.pool.take(table.pages_of(len(text)) - len(known), spare)
+        if taken is None:
+            table.drop(known)
+            return None
+        self.pages, self._num_known = known + taken, len(known)
+        self.pool.queries += len(text) - 1
+        self.pool.hits += len(known) * size
+        return len(known) * size
+
+    def grow(self, num_tokens: int) -> bool:
+        """Have pages for a text of ``num_tokens``; return whether there were enough."""
+        if self.pool is None:
+            return True
+        missing = self.pool.table.pages_of(num_tokens) - len(self.pages)
+        taken = self.pool.take(max(missing, 0))
+        self.pages += taken or []
+        return taken is not None
+
+    def lacks(self, num_tokens: int) -> bool:
+        """Return whether a text of ``num_tokens`` would need more pages."""
+        return self.pool is not None and self.pool.table.pages_of(num_tokens) > len(self.pages)
+
+    def learn(self, text: np.ndarray, num_cached: int) -> None:
+        """Know the pages in the first ``num_cached`` tokens of a text, which caches hold."""
+        if self.pool is None or not self.pool.shares_prefixes:
+            return
+        count = num_cached // self.pool.table.size
+        if count > self._num_known:
+            self._digests = self.pool.digests_of(text, self.salt, self._digests)
+            count = min(count, len(self._digests))
+            for page in range(self._num_known, count):
+                self.pool.table.learn(self.pages[page], self._digests[page])
+            self._num_known = count
+
+    def release(self) -> None:
+        """Give all pages back."""
+        if self.pool is not None:
+            self.pool.table.drop(self.pages)
+        self.pages, self._digests, self._num_known = [], [], 0
+
+
+def table_of(holdings: Sequence[Holding | None], pool: Pool | None, capacity: int):
+    """Return the pages of the rows for texts of up to ``capacity`` tokens, int32 [B, M]."""
+    if pool is None:
+        return None
+    table = np.full((len(holdings), pool.table.pages_of(capacity)), _NOBODY, np.int32)
+    for row, holding in enumerate(holdings):
+        pages = [] if holding is None else holding.pages
+        table[row, : len(pages)] = pages
+    return table
+
+
+def reads_pages(plan: Plan) -> bool:
+    """Return whether target and drafter read caches with pages."""
+    return getattr(plan.target, "reads_pages", False) and hasattr(plan.drafter, "lookahead")
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan whose caches cannot have pages."""
+    if not reads_pages(plan):
+        part = plan.drafter if getattr(plan.target, "reads_pages", False) else plan.target
+        raise ValueError(
+            f"{type(part).__name__} reads no KV cache with pages; run it without a pool."
+        )
+
+
+def page_layers(plan: Plan, params: Params, size: int) -> tuple[Any, ...]:
+    """Return the shapes of one page in each cache of target and drafter."""
+    request, _ = request_of([None], Profile(), plan.target.vocab_size)
+    caches = lambda: kv_cache.detach(
+        (plan.target.init_cache(1, size), plan.drafter.init(params, request, size))
+    )[1]
+    return jax.eval_shape(caches)
+
+
+def page_bytes(plan: Plan, params: Params, size: int) -> int:
+    """Return the bytes of one page in all caches."""
+    leaves = jax.tree.leaves(page_layers(plan, params, size))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    grow = lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1)))
+    return jax.tree.map(grow, buffers)

@@ -1,0 +1,458 @@
+"""Pages: sequences share, grow, lose and resume them, and their texts stay what they are."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.core import kv_cache
+from jspec.core.logprobs import Scoring
+from jspec.core.types import Params
+from jspec.engine import batch as host
+from jspec.engine import memory, pages
+from jspec.engine.engine import Engine
+from jspec.engine.pages import Holding, PageTable, Pool
+from jspec.engine.plan import Plan
+from jspec.grammar import automata
+from tests import fakes, tiny
+from tests.plain_processors import Spelling
+from tests.test_conformance import DRAFTERS
+
+AMPLE, SCARCE = 100, 18  # pages
+STEM = np.random.default_rng(0).integers(1, tiny.VOCAB, 40).tolist()
+
+
+def sequences(**options):
+    """Return sequences that share beginnings, one of a single token, greedy and sampled in turn."""
+    rows = []
+    shapes = ((20, 3, 12), (33, 1, 9), (0, 1, 14), (33, 7, 12), (40, 0, 10), (17, 9, 13))
+    for index, (shared, own, count) in enumerate(shapes):
+        rest = np.random.default_rng(index).integers(1, tiny.VOCAB, own).tolist()
+        given = options | dict(max_tokens=count, temperature=0.9 * (index % 2), stream=index)
+        rows.append(host.SequenceParams((*STEM[:shared], *rest), **given))
+    return rows
+
+
+def paged(plan, params, num_pages, page_size=4, **options):
+    """Return an engine of three slots over pages."""
+    pool = Pool(plan, params, num_pages=num_pages, page_size=page_size, **options)
+    return Engine(plan, params, num_slots=3, capacity=64, shared=(), pool=pool)
+
+
+def run(engine, rows, **options):
+    """Run rows; check that all pages come back. Return the tickets."""
+    tickets = [engine.submit(row, **options) for row in rows]
+    while not engine.is_idle:
+        engine.step()
+    engine.settle()
+    assert engine.pool.table.num_used == 0 and not engine.pool.table.holders.any()
+    return tickets
+
+
+def texts(tickets):
+    return [ticket.answer.tokens.tolist() for ticket in tickets]
+
+
+def steps(tickets):
+    """Return how many tokens each round drafted and accepted: what the drafter's cache decides."""
+    return [np.array(ticket.answer.steps).tolist() for ticket in tickets]
+
+
+def check(method, tree):
+    """Compare a method over pages, cold and warm, preempted and not, with contiguous caches."""
+    drafter, weights = DRAFTERS[method][tree]
+    rule = "rejection" if method == "hybrid" and tree == "merged" else "coupled"
+    plan = Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,))
+    params, rows = Params(tiny.params().target, weights()), sequences()
+    same = plan.effective_rule.randomness == "target"
+    if not same:
+        rows = [dataclasses.replace(row, temperature=0.0) for row in rows]
+    contiguous = Engine(plan, params, num_slots=3, capacity=64, shared=())
+    expected = [contiguous.submit(row) for row in rows]
+    while not contiguous.is_idle:
+        contiguous.step()
+    for size, count in ((4, AMPLE), (16, 60)):
+        engine = paged(plan, params, count, size)
+        for is_warm in (False, True):
+            before = engine.pool.hits
+            tickets = run(engine, rows)
+            assert texts(tickets) == texts(expected)
+            assert steps(tickets) == steps(expected)
+            if is_warm:
+                assert (engine.pool.hits > before) == (drafter.lookahead is not None)
+    scarce = run(paged(plan, params, SCARCE), rows, rounds=2)
+    assert sum(ticket.num_preemptions for ticket in scarce) > 0
+    assert texts(scarce) == texts(expected)
+
+
+CASES = [(method, tree) for method, trees in DRAFTERS.items() for tree in trees]
+CHOSEN = [("none", "greedy chain"), ("draft_model", "chain"), ("eagle3", "paths")]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids="-".join)
+def test_texts_over_pages_are_those_over_contiguous_caches(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(CHOSEN)), ids="-".join)
+def test_texts_over_pages_are_those_over_contiguous_caches_with_every_other_method(case):
+    check(*case)
+
+
+def test_a_drafter_or_target_that_reads_no_pages_is_named():
+    foreign = Plan(tiny.TARGET, fakes.OnePassDrafter(3, tiny.VOCAB))
+    with pytest.raises(ValueError, match="OnePassDrafter reads no KV cache with pages; run it wit"):
+        Pool(foreign, tiny.params(), num_pages=8)
+    toy = Plan(fakes.PrefixTarget(8), tiny.NONE)
+    with pytest.raises(ValueError, match="PrefixTarget reads no KV cache with pages"):
+        Pool(toy, Params(None), num_pages=8)
+
+
+# ------------------------------------------------------------------------------ mistakes of peers
+
+
+def test_a_row_of_a_head_is_not_shared_with_a_text_whose_next_token_differs():
+    """The last entry of a page holds the token after it, which another text may not have.
+
+    The tokens of the page alone are not enough: the first text to fill the page would supply its
+    last entry for all others.
+    """
+    same = [7] * 8
+    digests = lambda text, ahead: pages.digests_of(np.array(text), 4, lookahead=ahead)
+    assert digests([*same, 1], 0) == digests([*same, 2], 0)
+    first, second = digests([*same, 1], 1), digests([*same, 2], 1)
+    assert first[0] == second[0] and first[1] != second[1]
+    assert len(digests(same, 1)) == 1  # the token after the second page is not known yet
+
+
+def test_two_texts_that_part_at_the_end_of_a_page_draft_as_if_they_were_alone():
+    drafter, weights = DRAFTERS["eagle3"]["paths"]
+    plan, params = Plan(tiny.TARGET, drafter, "coupled"), Params(tiny.params().target, weights())
+    rows = [
+        host.SequenceParams((*STEM[:8], token, *STEM[9:20]), max_tokens=12)
+        for token in (3, 5, 3, 5)
+    ]
+    engine = paged(plan, params, AMPLE)
+    one_by_one = [run(engine, [row])[0] for row in rows]  # the third and fourth are warm
+    assert engine.pool.hits >= 2 * 16
+    for ticket, row in zip(one_by_one, rows, strict=True):
+        cold = run(paged(plan, params, AMPLE), [row])[0]
+        assert texts([ticket]) == texts([cold]) and steps([ticket]) == steps([cold])
+
+
+def test_pages_of_a_text_that_the_host_ends_are_taken_again_at_once():
+    """The launch in flight still writes to them; what comes after it must not see that."""
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, "coupled"), tiny.params()
+    rows = [dataclasses.replace(row, max_tokens=20) for row in sequences()] * 2
+    expected = texts(run(paged(plan, params, AMPLE, enable_prefix_caching=False), rows))
+    for is_shared in (True, False):
+        engine = paged(plan, params, SCARCE, enable_prefix_caching=is_shared)
+        tickets = [
+            engine.submit(
+                row,
+                rounds=1,
+                listener=(lambda answer: len(answer.tokens) > 3) if index % 2 else None,
+            )
+            for index, row in enumerate(rows)
+        ]
+        while not engine.is_idle:
+            engine.step()
+        for ticket, text in zip(tickets, expected, strict=True):
+            assert ticket.answer.tokens.tolist() == text[: len(ticket.answer.tokens)]
+        assert texts(tickets[::2]) == expected[::2]
+
+
+# ------------------------------------------------------------------------------------ the engine
+
+
+def test_a_preempted_sequence_keeps_its_grammar_its_scores_and_its_penalties():
+    tokenizer, end = Spelling(("", "a", "b", "ab", "ba", "aa", "1", "2", "12", ":", "x")), 0
+    grammar = automata.compiled(r"[12](:x){7}(ab|ba){5}", tokenizer, frozenset({end}), 64)
+    rows = [
+        host.SequenceParams((3, 9), max_tokens=30, stop_token_ids=(end,), grammar=grammar),
+        host.SequenceParams((4, 5, 6), max_tokens=30, presence_penalty=1.5, min_tokens=20),
+        host.SequenceParams((7,) * 9, max_tokens=30, temperature=0.8, frequency_penalty=1.0),
+    ]
+    plan, params, scoring = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), Scoring(2, prompt=True)
+    ample = run(paged(plan, params, AMPLE), rows, scoring=scoring)
+    scarce = run(paged(plan, params, SCARCE), rows, scoring=scoring, rounds=2)
+    assert sum(ticket.num_preemptions for ticket in scarce) > 1
+    assert texts(scarce) == texts(ample)
+    for ticket, other in zip(scarce, ample, strict=True):
+        for name in ("logprobs", "prompt_logprobs"):
+            ours, theirs = getattr(ticket.answer, name), getattr(other.answer, name)
+            np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
+            np.testing.assert_allclose(ours.chosen, theirs.chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_texts_survive_a_preemption_where_a_round_ends(rule):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, rule), tiny.params()
+    rows = [
+        host.SequenceParams(tuple(STEM[index : index + 9]), 25, temperature=1.0, stream=index)
+        for index in range(8)
+    ]
+    scarce = run(paged(plan, params, SCARCE), rows, rounds=1)
+    assert sum(ticket.num_preemptions for ticket in scarce) > 3
+    assert texts(scarce) == texts(run(paged(plan, params, AMPLE), rows))
+
+
+def test_the_youngest_of_the_lowest_priority_is_preempted():
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    engine = paged(plan, params, SCARCE)
+    row = host.SequenceParams(tuple(STEM[:10]), max_tokens=30)
+    late, urgent, middle = (engine.submit(row, priority=rank, rounds=2) for rank in (2, 0, 1))
+    while not engine.is_idle:
+        engine.step()
+    assert late.num_preemptions >= middle.num_preemptions and urgent.num_preemptions == 0
+    assert late.num_preemptions > 0
+
+
+def test_prompts_that_are_scored_are_read_anew():
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    engine, row = paged(plan, params, AMPLE), host.SequenceParams(tuple(STEM), max_tokens=4)
+    run(engine, [row])
+    assert engine.pool.hits == 0
+    (cold,) = run(engine, [row], scoring=Scoring(1, prompt=True))
+    assert engine.pool.hits == 0 and len(cold.answer.prompt_logprobs.chosen) == len(STEM) - 1
+    run(engine, [row])
+    assert engine.pool.hits == 36  # 39 tokens are prefilled, at least one of them anew
+
+
+def test_salts_keep_the_pages_of_tenants_apart():
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    engine, row = paged(plan, params, AMPLE), host.SequenceParams(tuple(STEM), max_tokens=4)
+    for salt, hits in (("a", 0), ("b", 0), ("a", 36), ("", 36), ("b", 72)):
+        run(engine, [row], cache_salt=salt)
+        assert engine.pool.hits == hits
+
+
+def test_a_sequence_that_no_cache_can_hold_is_refused_at_once():
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    engine = paged(plan, params, 6)
+    with pytest.raises(ValueError, match="24 tokens together, which need 6 pages of 4, but the KV"):
+        engine.submit(host.SequenceParams(tuple(STEM[:14]), max_tokens=10))
+    assert engine.is_idle
+
+
+def test_an_engine_that_waits_for_pages_gets_them_from_another_one_of_the_pool():
+    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
+    pool = Pool(plan, params, num_pages=13, page_size=4, enable_prefix_caching=False)
+    first, second = (Engine(plan, params, num_slots=2, capacity=64, pool=pool) for _ in range(2))
+    row = host.SequenceParams(tuple(STEM[:20]), max_tokens=24)
+    paused = first.submit(row, rounds=1)
+    for _ in range(6):
+        first.step()  # and then its reader waits
+    assert not paused.finished
+    (other,) = run_alone = [second.submit(row)]
+    while not second.is_idle:
+        second.step()
+    while not first.is_idle:
+        first.step()
+    assert texts([paused]) == texts([other]) == texts(run_alone) and paused.num_preemptions == 1
+
+
+def test_a_pool_grows_as_sequences_need_it_and_not_beyond_its_limit():
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    expected = texts(run(paged(plan, params, AMPLE), sequences()))
+    engine = paged(plan, params, 2, most=40)
+    assert texts(run(engine, sequences())) == expected
+    assert 20 < len(engine.pool.table.holders) <= 40
+
+
+def test_a_text_ends_with_an_error_where_memory_runs_out_and_the_engine_stays_usable(monkeypatch):
+    plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
+    engine = paged(plan, params, 8, most=100)
+
+    def no_memory(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(pages, "_extended", no_memory)
+    short = host.SequenceParams(tuple(STEM[:8]), max_tokens=8)
+    long = dataclasses.replace(short, max_tokens=40)
+    tickets = run(engine, [short, long, short], rounds=2)
+    reasons = [ticket.answer.finish_reason for ticket in tickets]
+    assert reasons == ["length", "error", "length"]
+    assert "the KV cache suffices for 28 tokens" in str(tickets[1].error)
+    assert texts(run(engine, [short])) == texts(tickets[:1])
+
+
+def test_a_listener_that_raises_ends_its_own_text_alone():
+    plan, params, rows = Plan(tiny.TARGET, tiny.NONE), tiny.params(), sequences()
+    expected = texts(run(paged(plan, params, AMPLE), rows))
+
+    def broken(answer):
+        raise KeyError("of a user")
+
+    engine = paged(plan, params, AMPLE)
+    tickets = [
+        engine.submit(row, rounds=2, listener=broken if index == 1 else None)
+        for index, row in enumerate(rows)
+    ]
+    while not engine.is_idle:
+        engine.step()
+    assert isinstance(tickets[1].error, KeyError) and tickets[1].answer.finish_reason == "error"
+    del tickets[1], expected[1]
+    assert texts(tickets) == expected and engine.pool.table.num_used == 0
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+class _Counted:
+    """A pool without buffers, for ``Holding``."""
+
+    def __init__(self, count, size):
+        self.table, self.shares_prefixes, self.queries, self.hits = (
+            PageTable(count, size),
+            True,
+            0,
+            0,
+        )
+
+    def digests_of(self, text, salt, so_far=()):
+        return pages.digests_of(text, self.table.size, lookahead=1, salt=salt, so_far=so_far)
+
+    def take(self, count, spare=0):
+        return self.table.take(count) if self.table.num_free >= count + spare else None
+
+    shared = Pool.shared
+
+
+def consistent(table, holdings, contents):
+    """Check the counts of holders, and that known pages hold the text that they are known for."""
+    held = [page for holding in holdings for page in holding.pages]
+    counts = np.bincount(held, minlength=len(table.holders))
+    np.testing.assert_array_equal(table.holders, counts)
+    assert counts[0] == 0 and table.num_used == (counts > 0).sum()
+    assert table.num_free + table.num_used == len(table.holders) - 1
+    for digest, page in table._known.items():
+        assert contents[page] == digest and table._digests[page] == digest
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(6, 40), st.integers(1, 5))
+def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size):
+    rng = np.random.default_rng(seed)
+    pool, running, contents = _Counted(count, size), [], {}
+    for _ in range(400):
+        act = rng.integers(0, 10)
+        if act < 4:  # a sequence comes, with one of few beginnings
+            text = rng.integers(0, 2, rng.integers(1, 5 * size)).astype(np.int32)
+            holding = Holding(pool, "ab"[rng.integers(0, 2)])
+            num_known = holding.begin(text, spare=int(rng.integers(0, 2)))
+            if num_known is None:
+                assert not holding.pages
+                continue
+            assert num_known % size == 0 and num_known <= max(len(text) - 2, 0)
+            for page, digest in zip(holding.pages, holding._digests, strict=False):
+                is_known = page in holding.pages[: num_known // size]
+                assert not is_known or contents[page] == digest
+            running.append([holding, text])
+        elif running and act < 8:  # one grows
+            holding, text = running[rng.integers(0, len(running))]
+            grown = np.append(text, rng.integers(0, 2, rng.integers(1, 3 * size)).astype(np.int32))
+            if holding.grow(len(grown)):
+                next(pair for pair in running if pair[0] is holding)[1] = grown
+                holding.learn(grown, len(grown) - 1)
+                pairs = zip(holding.pages, holding._digests, strict=False)
+                contents |= {a: b for a, b in pairs if pool.table._digests.get(a) == b}
+        elif running:  # one ends, is aborted or preempted
+            holding, _ = running.pop(rng.integers(0, len(running)))
+            holding.release()
+        consistent(pool.table, [holding for holding, _ in running], contents)
+    for holding, _ in running:
+        holding.release()
+    assert pool.table.num_used == 0 and pool.table.num_free == count - 1
+
+
+def test_the_page_that_was_freed_first_is_forgotten_first_and_the_end_of_a_text_before_its_start():
+    pool = _Counted(8, 2)
+    first, second = Holding(pool), Holding(pool)
+    texts = np.arange(7, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
+    for holding, text in zip((first, second), texts, strict=True):
+        assert holding.begin(text[:6]) == 0 and holding.grow(6)
+        holding.learn(text, 6)
+    known = lambda text: len(pool.table.known(pool.digests_of(text, "")))
+    first.release()
+    second.release()
+    assert [known(text) for text in texts] == [3, 3]
+    Holding(pool).begin(np.full(6, 50, np.int32))  # one page was never used, two are taken
+    assert [known(text) for text in texts] == [1, 3]
+    again = Holding(pool)
+    assert again.begin(texts[0]) == 2  # holds its page, so others are taken before it
+    assert [known(text) for text in texts] == [1, 0]
+
+
+@pytest.mark.slow
+def test_nothing_leaks_after_ten_thousand_random_requests():
+    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
+    engine, rng, live = paged(plan, params, 24), np.random.default_rng(0), []
+    preempted = 0
+    for number in range(10_000):
+        shared, own = int(rng.integers(0, 30)), int(rng.integers(1, 8))
+        prompt = (*STEM[:shared], *rng.integers(1, tiny.VOCAB, own).tolist())
+        row = host.SequenceParams(prompt, max_tokens=int(rng.integers(1, 8)), stream=number)
+        live.append(engine.submit(row, rounds=int(rng.integers(1, 9)), priority=number % 3))
+        while len(live) > 12:
+            engine.step()
+            preempted += sum(ticket.num_preemptions for ticket in live if ticket.finished)
+            live = [ticket for ticket in live if not ticket.finished]
+        if rng.random() < 0.1:
+            engine.abort(live.pop(int(rng.integers(0, len(live)))))
+    while not engine.is_idle:
+        engine.step()
+    engine.settle()
+    assert preempted > 100 and engine.pool.hits > 10_000
+    assert engine.pool.table.num_used == 0 and engine.pool.table.num_free == 23
+
+
+# ------------------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16, jnp.uint16])
+def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
+    rng = np.random.default_rng(0)
+    heads, dim, page, batch = 2, 4, 4, 3
+    dtype = kv_cache.dtype_of(jnp.zeros(0, stored))
+    plain = kv_cache.allocate(2, batch, heads, 24, dim, dtype)
+    like = kv_cache.allocate(2, 1, heads, page, dim, dtype).layers
+    pools = kv_cache.allocate_pool(like, 20, stored == jnp.uint16)
+    table = rng.permutation(np.arange(1, 19)).reshape(batch, 6).astype(np.int32)
+    cache = kv_cache.KVCache(pools, jnp.zeros(batch, jnp.int32), table)
+    for _ in range(4):
+        new = lambda: jnp.asarray(rng.normal(size=(batch, heads, 6, dim)), dtype)
+        fresh = tuple(kv_cache.AttentionKV(new(), new()) for _ in range(2))
+        rows = jnp.asarray(rng.integers(0, 6, (batch, 5)), jnp.int32)
+        count = jnp.asarray(rng.integers(0, 6, batch), jnp.int32)
+        plain = kv_cache.append(plain, fresh, rows, count)
+        cache = kv_cache.append(cache, fresh, rows, count)
+    np.testing.assert_array_equal(cache.length, plain.length)
+    for pool, buffer in zip(
+        jax.tree.leaves(cache.layers), jax.tree.leaves(plain.layers), strict=True
+    ):
+        held = jnp.moveaxis(kv_cache.numbers(pool)[table], 1, 2).reshape(batch, heads, -1, dim)
+        for row, length in enumerate(plain.length):
+            np.testing.assert_array_equal(held[row, :, :length], buffer[row, :, :length])
+    assert not jax.tree.leaves(cache.layers)[0][0].any()  # the page of nobody
+
+
+def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    each = pages.page_bytes(plan, params, 16)
+    of = functools.partial(memory.pool_of, plan, params, num_tokens=64, block_size=16)
+    assert len(of(num_gpu_blocks_override=7).table.holders) == 8
+    assert len(of(kv_cache_memory_bytes=9 * each + 5).table.holders) == 9
+    grows = of()
+    assert len(grows.table.holders) == 5 and grows.most == 4 * 2**30 // each
+    assert of(gpu_memory_utilization=0.5).most > 5
+    with pytest.raises(
+        ValueError, match=f"leaves 10 bytes, but one page of 16 tokens takes {each:,}"
+    ):
+        of(kv_cache_memory_bytes=10)
