@@ -175,7 +175,8 @@ class Target(Protocol):
     """A language model that scores N nodes in one pass and never writes its own cache.
 
     A target is hashable and holds no weights. It may also have the method of ``ChecksParams``, and
-    ``reads_pages``, which is True if ``forward`` reads caches with a table of pages.
+    ``reads_pages``, which is True if ``forward`` reads caches with a table of pages, and
+    ``packs_nodes``, which is True if ``forward`` takes a ``packing`` (``core.packing``).
     """
 
     vocab_size: int  # V

@@ -130,6 +130,7 @@ class Engine:
         self.num_slots, self.capacity = num_slots, capacity
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
+        self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
         self._arrivals = itertools.count()
         self._waiting: list[Ticket] = []  # a heap
         self._staged: _Staged | None = None
@@ -440,6 +441,7 @@ class Engine:
     def _read(self, dispatched: _Dispatched) -> None:
         """Add the results of a launch to the answers of its members."""
         ran = jax.device_get(dispatched.launch)
+        self.num_passed += int(ran.passed.sum())
         for slot, ticket in enumerate(dispatched.members):
             if ticket is None or ticket.finished:
                 continue

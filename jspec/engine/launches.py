@@ -28,6 +28,7 @@ class Launch:
     rounds: Array  # [] int32, rounds that ran
     accepted: Array  # [R, B] int32, accepted draft tokens; -1 where the row did not run
     drafted: Array  # [R, B] int32, drafted tokens
+    passed: Array  # [R] int32, nodes that the target's matmuls ran over
     nodes: Nodes | None  # None: not asked for
     logprobs: Logprobs | None  # of ``tokens``; None: not asked for
     # The last four are None until the loop has ended.
@@ -44,7 +45,8 @@ def empty(profile: Profile, drafter: Rounds, history: History) -> Launch:
     nodes = Nodes(unset(drafter.tree_size), unset(drafter.tree_size)) if profile.nodes else None
     size = profile.rounds * (drafter.max_depth + 1)
     scores = None if profile.scoring is None else profile.scoring.empty(batch, size)
-    return Launch(history.length, jnp.int32(0), unset(), unset(), nodes, scores)
+    passed = jnp.zeros(profile.rounds, jnp.int32)
+    return Launch(history.length, jnp.int32(0), unset(), unset(), passed, nodes, scores)
 
 
 def score(
@@ -69,7 +71,7 @@ def score(
     return launch.replace(logprobs=logprobs.write(old, new, history.length - launch.start))
 
 
-def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict) -> Launch:
+def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict, passed: Array) -> Launch:
     """Add a round; ``verdict`` is clipped at the ends of texts."""
     ran = verdict.num_emitted > 0
     put = lambda buffer, values: buffer.at[launch.rounds].set(values, mode="drop")
@@ -86,6 +88,7 @@ def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict) -> Launch
         rounds=launch.rounds + 1,
         accepted=put(launch.accepted, verdict.num_emitted - 1),
         drafted=put(launch.drafted, drafted),
+        passed=put(launch.passed, passed),
         nodes=nodes,
     )
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, logprobs, modes, shape_checks, token_fsm, trees
 from jspec.core.history import extend_history, trim_draft, with_root
 from jspec.core.logprobs import Logprobs, Scoring
+from jspec.core.packing import Packing, packing_of
 from jspec.core.types import (
     Array,
     Draft,
@@ -28,7 +30,7 @@ from jspec.core.types import (
 )
 from jspec.engine import launches
 from jspec.engine.launches import Launch, Profile
-from jspec.engine.plan import Plan
+from jspec.engine.plan import Pass, Plan
 
 
 @struct.dataclass
@@ -212,7 +214,7 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
     draft = trim_draft(request, state.history, draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
-    out, verdict = _verify(plan, params, request, state, draft, tree)
+    out, verdict, passed = _verify(plan, params, request, state, draft, tree)
     verdict = verdict.replace(num_emitted=jnp.where(state.done, 0, verdict.num_emitted))
     if ran is not None:
         judged = draft, tree, verdict, out.logits
@@ -224,43 +226,53 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
         learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
         memory, shared = shape_checks.check_update(plan.drafter, learned)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)
-    ran = None if ran is None else launches.record(ran, draft, tree, verdict)
+    ran = None if ran is None else launches.record(ran, draft, tree, verdict, passed)
     done = state.done | ended
     return shared, DecodeState(history, cache, memory, done, state.round + 1), ran
 
 
 def _verify(
     plan: Plan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
-) -> tuple[TargetOutput, Verdict]:
-    """Run target and rule on the smallest node bucket that holds every valid node.
+) -> tuple[TargetOutput, Verdict, Array]:
+    """Run target and rule in the smallest pass that holds every valid node of unfinished rows.
 
-    Branches may read the cache for free. None may return it, which would copy it.
+    Return the number of nodes that its matmuls ran over too, int32 []. Branches may read the cache
+    for free. None may return it, which would copy it.
     """
+    passes, listed = plan.passes(draft.tokens.shape[0]), draft.valid & ~state.done[:, None]
 
-    def of_size(size: int) -> Callable:
+    def in_pass(size: Pass) -> Callable:
         def run() -> tuple[TargetOutput, Verdict]:
-            nodes, part = _first_nodes(draft, size), trees.first_nodes(tree, size)
+            nodes, part = _first_nodes(draft, size.nodes), trees.first_nodes(tree, size.nodes)
+            packing = packing_of(listed, size.total) if size.packed else None
             with jax.named_scope("target"):
-                out = _forward(plan, params, nodes.tokens, part, state.cache)
+                out = _forward(plan, params, nodes.tokens, part, state.cache, packing)
             with jax.named_scope("accept"):
                 verdict = plan.verify(request, nodes, part, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
 
         return run
 
-    if len(plan.node_buckets) == 1:
-        return of_size(plan.node_buckets[0])()
+    if len(passes) == 1:
+        return *in_pass(passes[0])(), jnp.int32(passes[0].total)
     last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
-    fits = jnp.array(plan.node_buckets) > last
-    return lax.switch(jnp.argmax(fits), [of_size(size) for size in plan.node_buckets])
+    nodes, totals = (np.array(part, np.int32) for part in list(zip(*passes, strict=True))[:2])
+    index = jnp.argmax((nodes > last) & (totals >= listed.sum()))
+    return *lax.switch(index, list(map(in_pass, passes))), jnp.asarray(totals)[index]
 
 
 def _forward(
-    plan: Plan, params: Params, tokens: Array, tree: Tree, cache: kv_cache.KVCache
+    plan: Plan,
+    params: Params,
+    tokens: Array,
+    tree: Tree,
+    cache: kv_cache.KVCache,
+    packing: Packing | None = None,
 ) -> TargetOutput:
     """Run the target on the nodes' tokens [B, N]."""
     layers = plan.drafter.capture_layers
-    out = plan.target.forward(params.target, tokens, tree, cache, layers)
+    options = {} if packing is None else {"packing": packing}
+    out = plan.target.forward(params.target, tokens, tree, cache, layers, **options)
     return shape_checks.check_forward(plan.target, out, tokens.shape, cache, layers)
 
 

@@ -1,13 +1,22 @@
 """The plan: all static settings of a generation, in one hashable value."""
 
 import dataclasses
+from typing import NamedTuple
 
 from jspec import verify
-from jspec.core import validation
+from jspec.core import packing, validation
 from jspec.core.types import Array, Draft, Drafter, History, Mode, Request, Target, Tree, Verdict
 from jspec.drafters.trees import tree_settings
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, listed
+
+
+class Pass(NamedTuple):
+    """A size of the target's pass over B rows."""
+
+    nodes: int  # of a row, at most
+    total: int  # nodes that the matmuls run over
+    packed: bool  # whether these are a list of the valid nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +30,19 @@ class RoundPlan:
     # ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the drafter's
     # own ``node_buckets``, or else 1 and ``tree_size``.
     node_buckets: tuple[int, ...] = ()
+    # Whether passes run over lists of the valid nodes of all rows, in sizes of their own.
+    packed: bool = False
+
+    def passes(self, batch: int) -> tuple[Pass, ...]:
+        """Return the sizes that the target's pass is compiled for, ascending.
+
+        A round runs in the first that holds its valid nodes.
+        """
+        whole = [Pass(nodes, batch * nodes, False) for nodes in self.node_buckets]
+        lists, most = [], self.node_buckets[-1]
+        if self.packed:
+            lists = [Pass(most, size, True) for size in packing.sizes(batch, batch * most)]
+        return tuple(sorted(whole + lists, key=lambda each: each.total))
 
     @property
     def effective_rule(self) -> verify.Rule:
@@ -48,12 +70,18 @@ class Plan(RoundPlan):
     Raises:
       ValueError: target or drafter lack a member; the rule is unknown, not exact for the drafter's
         proposals, or set for other depths; it needs a kernel that these proposals never reach, or
-        noise that the drafter cannot share; ``node_buckets`` is out of range.
+        noise that the drafter cannot share; ``node_buckets`` is out of range; the target cannot be
+        ``packed``.
     """
 
     def __post_init__(self):
         validation.check_target(self.target)
         validation.check_drafter(self.drafter)
+        if self.packed and not getattr(self.target, "packs_nodes", False):
+            raise ValueError(
+                f"packed=True needs a target whose forward takes a packing, and "
+                f"{type(self.target).__name__} has no packs_nodes=True; leave packed out."
+            )
         if isinstance(self.rule, str) and self.rule not in verify.RULES:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")
@@ -88,7 +116,7 @@ class Plan(RoundPlan):
         has_rule = not self._rule.lossless or mode.proposal in self._rule.exact_for
         rule, sizes = self.rule if has_rule else "match", {mode.tree_size, *self.node_buckets}
         buckets = tuple(size for size in tree_settings.node_buckets(mode) if size in sizes)
-        return RoundPlan(self.target, mode, rule, buckets)
+        return RoundPlan(self.target, mode, rule, buckets, self.packed)
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

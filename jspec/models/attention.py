@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
 from jspec.models import rope as rope_lib
 from jspec.models.layers import affine, rows_at
@@ -47,6 +48,7 @@ def attention_over(
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
     rows: Array | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Attend, list[kv_cache.Entry]]:
     """Return an ``attend`` over a committed prefix and a draft tree.
 
@@ -57,6 +59,7 @@ def attention_over(
       windows: sliding window of each layer; () for none.
       implementation: of ``ops.attention``; None for the device's default.
       rows: int32 [B, M], the nodes that the last layer has queries of; None for all.
+      packing: the list of nodes that ``attend`` takes and returns, as [1, heads, M, head_dim].
 
     Returns:
       ``attend``, and the list of cache entries that it fills: one per layer, with N slots.
@@ -66,13 +69,15 @@ def attention_over(
     last = len(entries) - 1
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+        if packing is not None:
+            q, k, v = (_by_tokens(packing.unpack, x) for x in (q, k, v))
         entry = cache.layers[index]
         # Round k and v like the cache, so that logits do not depend on which nodes are committed.
         entries[index] = new = entry.holding(k, v)
         window = windows[index] if windows else None
         visible = tree.ancestors if window is None else trees.within(tree, window)
         queried = rows if index == last else None
-        return ops.attention(
+        mixed = ops.attention(
             q,
             new.k,
             new.v,
@@ -86,8 +91,14 @@ def attention_over(
             positions=rows_at(positions, queried),
             implementation=implementation,
         )
+        return mixed if packing is None else _by_tokens(packing.pack, mixed)
 
     return attend, entries
+
+
+def _by_tokens(arrange: Callable[[Array], Array], x: Array) -> Array:
+    """Apply ``arrange``, which takes tokens on axis 1, to x [B, heads, T, head_dim]."""
+    return arrange(x.swapaxes(1, 2)).swapaxes(1, 2)
 
 
 def attention_beside(

@@ -13,6 +13,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees, validation
+from jspec.core.packing import Packing
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
@@ -283,13 +284,22 @@ def forward(
     tree: Tree,
     cache: kv_cache.KVCache,
     capture_layers: tuple[int, ...] = (),
+    packing: Packing | None = None,
 ) -> TargetOutput:
-    """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
+    """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix.
+
+    With a ``packing``, all matmuls run over its nodes alone, and the output of others is undefined.
+    """
     tree = trees.broadcast(tree, tokens.shape[0])
-    attend, tree_kv = attention_over(cache, tree, **config.attention_options)
-    x, positions = embed(params, config, tokens), cache.length[:, None] + tree.depth
+    attend, tree_kv = attention_over(cache, tree, packing=packing, **config.attention_options)
+    positions, unpack = cache.length[:, None] + tree.depth, lambda x: x
+    if packing is not None:
+        tokens, positions = packing.pack(tokens), packing.pack(positions)
+        unpack = packing.unpack
+    x = embed(params, config, tokens)
     x, features = trunk(params, config, x, positions, attend, capture_layers=capture_layers)
-    return TargetOutput(unembed(params, config, x), features, tuple(tree_kv))
+    logits = unpack(unembed(params, config, x))
+    return TargetOutput(logits, tuple(map(unpack, features)), tuple(tree_kv))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,6 +309,7 @@ class Decoder:
     config: DecoderConfig
 
     reads_pages = True
+    packs_nodes = True
 
     @property
     def vocab_size(self) -> int:
@@ -318,9 +329,9 @@ class Decoder:
         """See ``init_cache``."""
         return init_cache(self.config, batch, capacity)
 
-    def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
+    def forward(self, params, tokens, tree, cache, capture_layers=(), packing=None) -> TargetOutput:
         """See ``forward``."""
-        return forward(params, self.config, tokens, tree, cache, capture_layers)
+        return forward(params, self.config, tokens, tree, cache, capture_layers, packing)
 
     def embed(self, params: DecoderParams, tokens: Array) -> Array:
         """See ``embed``."""

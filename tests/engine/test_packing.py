@@ -1,0 +1,143 @@
+"""Passes over lists of the valid nodes of all rows: what they cost, and that no text changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.core import kv_cache, packing, trees
+from jspec.core.types import Params
+from jspec.engine.batch import SequenceParams
+from jspec.engine.engine import Engine
+from jspec.engine.plan import Plan
+from jspec.models import decoder
+from jspec.models.mla import MlaConfig
+from jspec.models.moe import MoeConfig
+from tests import fakes, tiny
+from tests.test_conformance import DRAFTERS
+
+ROWS = 6  # in eight slots
+
+
+def sequences(**options):
+    """Return sequences of several lengths, greedy and sampled in turn."""
+    rows = []
+    for index in range(ROWS):
+        prompt = np.random.default_rng(index).integers(1, tiny.VOCAB, 3 + 2 * index).tolist()
+        given = dict(max_tokens=10 + index, temperature=0.9 * (index % 2), stream=index) | options
+        rows.append(SequenceParams(tuple(prompt * 2), **given))
+    return rows
+
+
+def steps(answers):
+    return [[answer.tokens.tolist(), *np.array(answer.steps).tolist()] for answer in answers]
+
+
+def check(method, tree):
+    """Compare a method's texts and rounds in packed passes with those in whole ones."""
+    drafter, weights = DRAFTERS[method][tree]
+    rule = "rejection" if method == "hybrid" and tree == "merged" else "coupled"
+    params, shared = Params(tiny.params().target, weights()), ()
+    whole = Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,))
+    rows = sequences() if whole.effective_rule.randomness == "target" else sequences(temperature=0)
+    found = []
+    for plan in (whole, dataclasses.replace(whole, packed=True)):
+        engine = Engine(plan, params, num_slots=8, capacity=64, shared=shared)
+        found.append(steps(engine.run(rows)))
+    assert found[0] == found[1]
+
+
+FEW = [("ngram", "chain"), ("eagle", "eagle2"), ("medusa", "sampled")]
+ALL = [(method, tree) for method in DRAFTERS for tree in DRAFTERS[method] if method != "none"]
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in ALL],
+)
+def test_packed_passes_change_no_text_and_no_round(method, tree):
+    check(method, tree)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_packing_takes_every_listed_node_and_brings_it_back(listed):
+    listed = np.array(listed)
+    size = int(listed.sum()) + 2
+    numbers = np.arange(listed.size).reshape(listed.shape)
+    packed = packing.packing_of(jnp.array(listed), size)
+    flat = packed.pack(jnp.array(numbers))
+    assert flat.shape == (1, size)
+    assert flat[0, :-2].tolist() == numbers[listed].tolist()
+    assert np.asarray(packed.unpack(flat))[listed].tolist() == numbers[listed].tolist()
+
+
+def test_sizes_are_between_a_node_a_row_and_all_nodes():
+    assert packing.sizes(8, 40) == (12, 20, 32)
+    assert packing.sizes(32, 160) == (48, 72, 108)
+    assert packing.sizes(2, 10) == packing.sizes(8, 8) == ()
+
+
+LATENT = MlaConfig(kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8)
+EXPERTS = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
+KINDS = {"standard": tiny.TARGET.config} | {
+    name: dataclasses.replace(tiny.TARGET.config, **parts)
+    for name, parts in {
+        "windowed": {"windows": (4, None)},
+        "latent": {"mla": LATENT},
+        "experts": {"moe": EXPERTS},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_pass_scores_listed_nodes_as_a_whole_pass_does(kind):
+    config, batch, nodes = KINDS[kind], 4, 5
+    params = decoder.init_params(jax.random.key(0), config)
+    tokens = jax.random.randint(jax.random.key(1), (batch, 12), 0, tiny.VOCAB)
+    cache = decoder.init_cache(config, batch, 32)
+    chain = trees.chain_tree(batch, 12)
+    prompt = decoder.forward(params, config, tokens, chain, cache)
+    order = np.broadcast_to(np.arange(12), (batch, 12))
+    cache = kv_cache.append(cache, prompt.tree_kv, order, np.array([0, 3, 12, 7]))
+    tree = trees.broadcast(trees.from_parents(np.array([-1, 0, 0, 1, 1]), 2), batch)
+    listed = np.arange(nodes) < np.array([1, 5, 2, 3])[:, None]
+    run = functools.partial(
+        decoder.forward, params, config, tokens[:, :nodes], tree, cache, capture_layers=(0, 2)
+    )
+    whole, packed = run(), run(packing=packing.packing_of(listed, 12))
+    for one, other in zip(
+        (whole.logits, *whole.features), (packed.logits, *packed.features), strict=True
+    ):
+        np.testing.assert_allclose(one[listed], other[listed], atol=2e-5)
+    entries = zip(jax.tree.leaves(whole.tree_kv), jax.tree.leaves(packed.tree_kv), strict=True)
+    for one, other in entries:
+        one, other = (np.asarray(part).swapaxes(1, 2)[listed] for part in (one, other))
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_pass_runs_over_the_valid_nodes_of_unfinished_rows():
+    drafter = fakes.RandomLengthDrafter(4, tiny.VOCAB)
+    plan = Plan(tiny.TARGET, drafter, packed=True)
+    assert [each.total for each in plan.passes(8)] == [8, 12, 20, 32, 40]
+    rows = sequences(temperature=0)
+    plain = Engine(Plan(tiny.TARGET, tiny.NONE), tiny.params(), num_slots=8, capacity=64).run(rows)
+    params = Params(tiny.params().target, fakes.script(rows, plain))
+    passed, found = [], []
+    for each in (plan, dataclasses.replace(plan, packed=False)):
+        engine = Engine(each, params, num_slots=8, capacity=64)
+        found.append(engine.run(rows))
+        passed.append(engine.num_passed)
+    valid = sum(answer.rounds + answer.drafted for answer in found[0])
+    assert steps(found[0]) == steps(found[1])
+    assert valid <= passed[0] <= 0.7 * passed[1]
+
+
+def test_a_target_that_takes_no_packing_is_refused():
+    with pytest.raises(ValueError, match="ToyTarget has no packs_nodes=True; leave packed out"):
+        Plan(fakes.ToyTarget(8), tiny.NGRAM, packed=True)
