@@ -15,13 +15,15 @@ _CERTAIN = 1e4  # added to the logit of the text's next token
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A decoder whose params are its weights and a text, token ids [B, T].
+    """A decoder whose params are its weights and a text, token ids [B, T], or [1, T] of all rows.
 
     Hidden states, and so the drafts of heads, are the decoder's. Logits put the mass on the text's
     next token, so that greedy decoding generates the text for any draft.
     """
 
     decoder: Decoder
+
+    reads_pages, packs_nodes = True, True
 
     @property
     def vocab_size(self) -> int:
@@ -37,10 +39,11 @@ class Replay:
         """Return the decoder's cache."""
         return self.decoder.init_cache(batch, capacity)
 
-    def forward(self, params, tokens, tree, cache, capture_layers=()):
+    def forward(self, params, tokens, tree, cache, capture_layers=(), packing=None):
         """Run the decoder, and make the text's tokens certain."""
         weights, text = params
-        out = self.decoder.forward(weights, tokens, tree, cache, capture_layers)
+        text = jnp.broadcast_to(text, (tokens.shape[0], text.shape[1]))
+        out = self.decoder.forward(weights, tokens, tree, cache, capture_layers, packing)
         tree = trees.broadcast(tree, tokens.shape[0])
         after = cache.length[:, None] + tree.depth + 1
         tokens_after = jnp.take_along_axis(text, after, 1, mode="clip")
@@ -57,7 +60,7 @@ class Replay:
 
 
 def replaying(plan: Plan, params: Params, text: Array) -> tuple[Plan, Params]:
-    """Return the plan and weights that generate ``text`` [B, T], which includes the prompts."""
+    """Return the plan and weights that generate ``text``, which includes the prompts."""
     target = Replay(plan.target)
     plan = dataclasses.replace(plan, target=target, drafter=_with_target(plan.drafter, target))
     return plan, params._replace(target=(params.target, text))

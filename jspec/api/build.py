@@ -162,7 +162,8 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
             f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
             f"draft trees of {drafter.tree_size} nodes; leave its tree out, or deterministic."
         )
-    return Plan(target, drafter, part.speculative.rule)
+    packed = getattr(target, "packs_nodes", False)
+    return Plan(target, drafter, part.speculative.rule, packed=packed)
 
 
 def _length_limit(asked: int | None, max_positions: int) -> int:

@@ -19,8 +19,7 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
 from jspec.engine import loading, memory
-from jspec.engine.batch import MAX_NUM_SEQS, start
-from jspec.engine.costs import CostTable
+from jspec.engine.batch import MAX_NUM_SEQS
 from jspec.engine.engine import Engine
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
@@ -135,7 +134,6 @@ class LLM:
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
         self._lock = threading.Lock()  # of the shared state and the counts
         self._shared = init_shared(self._plan)
-        self._costs = CostTable()
         self._profile = Profile(nodes=self._detailed)
         self._engines: dict[tuple[int, int], Engine] = {}
         self._pool = self._pool_of(memory_settings, enable_prefix_caching)
@@ -244,16 +242,15 @@ class LLM:
     ) -> Any:
         """Run one request through ``run``, a decoding loop that also observes its rounds.
 
-        ``run`` maps (requests, plan, params, shared, price, tokenizer=, model=) to (result,
-        metrics.Counts, shared). ``price`` maps (plan, params, batch) to ``shared`` with measured
-        costs. Other arguments and errors are those of ``generate``.
+        ``run`` maps (requests, plan, params, shared, tokenizer=, model=) to (result,
+        metrics.Counts, shared). Other arguments and errors are those of ``generate``.
         """
         batch = self._resolve(prompt, sampling_params)
         tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
         model = str(self._model.path)
         with self._lock:
             begin = perf_counter()
-            state = self._plan, self._params, self._shared, self._costs.price
+            state = self._plan, self._params, self._shared
             result, counts, self._shared = run(batch, *state, tokenizer=tokenizer, model=model)
             self._seconds += perf_counter() - begin
             self._counts += counts
@@ -456,10 +453,6 @@ class LLM:
             options = dict(num_slots=num_slots, capacity=key[1], profile=self._profile)
             options |= dict(pool=self._pool)
             self._engines[key] = Engine(self._plan, self._params, shared=(), **options)
-        price = self._costs.pricing(self._plan)
-        if price is not None:
-            example = start(self._plan, self._params, sequences[:num_slots], profile=self._profile)
-            self._shared = price(self._plan, self._params, example.replace(shared=self._shared))
         return self._engines[key]
 
 

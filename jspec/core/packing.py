@@ -43,10 +43,10 @@ def sizes(rows: int, most: int) -> tuple[int, ...]:
     >>> sizes(8, 40), sizes(2, 10)
     ((12, 20, 32), ())
     """
-    found, size = [], rows
+    smaller, size = [], rows
     while rows >= _LEAST_ROWS:
         size = -(-3 * size // (2 * _GROUP)) * _GROUP
         if size > _LARGEST * most:
             break
-        found.append(size)
-    return tuple(found)
+        smaller.append(size)
+    return tuple(smaller)

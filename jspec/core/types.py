@@ -233,7 +233,6 @@ class Drafter(Rounds, Protocol):
     Optional members:
 
     * ``init_shared`` and ``on_finished``: see ``Sharing``;
-    * ``modes`` and ``select_mode`` in place of ``propose`` and ``update``: see ``MultiMode``;
     * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
     * ``backlog``: a setting, the most committed tokens that a round prefills;
     * ``missing``: see ``jspec.drafters.adaptive.backlog.Following``;
@@ -287,31 +286,6 @@ class ChecksParams(Protocol):
 
     def check_params(self, params: Any) -> None:
         """Raise ValueError if ``params`` are not its weights."""
-
-
-class Mode(Rounds, Protocol):
-    """One way of drafting of a ``MultiMode`` drafter. All modes use the same memory."""
-
-    def keeps_mode(
-        self, request: Request, shared: Shared, memory: Memory, history: History
-    ) -> Array:
-        """Return a bool []: whether the next round uses this mode too, if no row finishes."""
-
-
-@runtime_checkable
-class MultiMode(Protocol):
-    """The extra methods of a drafter with several modes, each compiled to a loop of its own.
-
-    The rounds of a mode run in a loop until ``keeps_mode`` is False or a row finishes. A loop
-    updates its carry in place, whereas a branch inside one loop would copy the caches it returns.
-    """
-
-    modes: tuple[Mode, ...]
-
-    def select_mode(
-        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
-    ) -> tuple[Memory, Array]:
-        """Return the memory that the next round needs, and the index of its mode, int32 []."""
 
 
 # A rule's walk maps (processed logits [B, N, V], draft, tree, randomness [B, N], proposal) to (path

@@ -7,14 +7,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from jspec.core.types import ChecksParams, Drafter, MultiMode, Params, Proposal, Target
+from jspec.core.types import ChecksParams, Drafter, Params, Proposal, Target
 from jspec.util.messages import kind_of, shown
 from jspec.util.values import is_whole
 
 _TARGET = ("vocab_size", "max_positions", "init_cache", "forward")
 _DRAFTER = ("max_depth", "tree_size", "capture_layers", "proposal", "noise", "init", "prefill")
-_ROUNDS = ("propose", "update")
-_MULTI_MODE = ("modes", "select_mode")
+_DRAFTER += ("propose", "update")
 
 
 def check_target(target: Target) -> None:
@@ -35,8 +34,7 @@ def check_drafter(drafter: Drafter) -> None:
             "a model drafts by jspec.DraftModel(model.config, num_speculative_tokens), with its "
             "weights as drafter_params"
         )
-    methods = _MULTI_MODE if isinstance(drafter, MultiMode) else _ROUNDS
-    _check_members("drafter", drafter, (*_DRAFTER, *methods), hint)
+    _check_members("drafter", drafter, _DRAFTER, hint)
     least = drafter.max_depth + 1 if is_whole(drafter.max_depth) else 1
     layers, proposals = drafter.capture_layers, get_args(Proposal)
     indices = isinstance(layers, tuple) and all(is_whole(layer, 0) for layer in layers)

@@ -19,7 +19,8 @@ from flax import struct
 
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
-from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Sharing, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
+from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.drafters.trees import merge, tree_settings
 from jspec.util.messages import shown
 
@@ -75,9 +76,9 @@ class Hybrid:
                 f"parts must hold two drafters, not {len(self.parts)}; give a lookup and a network."
             )
         for index, part in enumerate(self.parts):
-            if isinstance(part, MultiMode):
+            if isinstance(part, Adaptive):
                 raise ValueError(
-                    f"parts[{index}] must not choose its K every round; give the drafter inside "
+                    f"parts[{index}] must have one K; give the drafter inside "
                     f"{type(part).__name__}."
                 )
         names = [type(part).__name__ for part in self.parts]

@@ -9,15 +9,16 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from jspec.core import validation
-from jspec.core.types import Drafter, History, Params, Request, Shared, Target
+from jspec.core.types import Drafter, Params, Request, Shared, Target
 from jspec.drafters import NoDrafter
 from jspec.engine import admission, loop
 from jspec.engine import answers as results
@@ -51,9 +52,6 @@ class Batch:
     def prompt_lengths(self) -> np.ndarray:
         """Lengths of the prompts, [sequences]."""
         return np.array([len(sequence.prompt) for sequence in self.sequences], np.int32)
-
-
-Price = Callable[[Plan, Params, Batch], Shared]  # returns ``batch.shared`` with costs of rounds
 
 
 def generate(
@@ -141,21 +139,16 @@ def generate_sharing(
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
     profile: Profile = _PLAIN,
-    price: Price | None = None,
 ) -> tuple[list[Answer], Shared]:
     """Generate sequences with a drafter's state that outlives calls, such as past responses.
 
     ``shared`` comes from ``jspec.engine.loop.init_shared`` or an earlier call, and is consumed:
-    pass the returned one to the next call. ``price`` adds the costs of rounds to it, for plans that
-    choose by costs: ``jspec.engine.costs.CostTable.pricing``.
+    pass the returned one to the next call.
     """
     check_sequences(sequences)
     if not sequences:
         return [], shared
     engine = engine_of(plan, params, sequences, max_num_seqs, profile, shared)
-    if price is not None:
-        example = start(plan, params, sequences[:max_num_seqs], profile=profile)
-        engine.shared = price(plan, params, example.replace(shared=engine.shared))
     answers = engine.run(sequences, scoring=profile.scoring)
     return answers, engine.shared
 
@@ -228,22 +221,6 @@ def start(
     return Batch(intake.request, intake.state, tuple(sequences), answers, profile=profile)
 
 
-def with_prompts(
-    plan: Plan, params: Params, batch: Batch, prompts: np.ndarray, lengths: np.ndarray
-) -> Batch:
-    """Return a copy of ``batch`` prefilled with other prompts, in the program compiled for it.
-
-    ``batch`` is before its first round; ``prompts`` [B, S] fill its buffers up to ``lengths`` [B].
-    """
-    old = batch.state
-    history = History(prompts, lengths, old.history.state)
-    state = admission.empty_state(plan, params, batch.request, history, old.done)
-    width, none = admission.chunk_width(batch.prompt_lengths), np.zeros_like(lengths)
-    intake = admission.Intake(batch.request, state, prompts, lengths, none, width)
-    intake.complete(plan, params)
-    return batch.replace(state=intake.state)
-
-
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
     """Decode up to ``rounds`` more rounds (None: to the end). Consumes ``batch``.
 
@@ -286,3 +263,9 @@ def cancel(plan: Plan, batch: Batch, indices: Sequence[int]) -> Batch:
         for index, answer in enumerate(batch.answers)
     )
     return batch.replace(request=request, shared=shared, state=state, answers=answers)
+
+
+def copied(batch: Batch) -> Batch:
+    """Return a copy that may be consumed."""
+    state, shared = jax.tree.map(jnp.copy, (batch.state, batch.shared))
+    return jax.block_until_ready(batch.replace(state=state, shared=shared))

@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import heapq
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,10 +27,12 @@ import numpy as np
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params, Request, Shared
+from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine import admission, answers
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch
+from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
@@ -96,6 +99,8 @@ class _Dispatched:
     launch: Launch
     members: list[Ticket | None]
     most_tokens: int  # that a sequence gains in it
+    pace: Pace
+    begin: float | None  # seconds; None if something else ran before it
 
 
 class Engine:
@@ -139,6 +144,10 @@ class Engine:
         self._unread: collections.deque[_Dispatched] = collections.deque()
         self._grammars: tuple[Grammar, ...] = ()
         self._num_idle_steps = 0  # in a row, in which nothing ran
+        is_adaptive = isinstance(plan.drafter, Adaptive)
+        self._pacing = Pacing(plan, num_slots) if is_adaptive else None
+        self._is_alone = True  # whether launches alone ran since the last one
+        self._last_end: float | None = None  # of a launch, if it was seen to end
         self._request: Request | None = None
         self._state: DecodeState | None = None
         self._running = self.profile  # that ``_request`` has
@@ -256,6 +265,7 @@ class Engine:
             elif self._staged.intake.is_complete:
                 self._join()
             else:
+                self._is_alone = False
                 self._staged.intake.advance(self.plan, self.params, self.pool)
                 if any(self._slots):
                     break
@@ -344,7 +354,7 @@ class Engine:
     def _join(self) -> None:
         """Let those staged run: as the batch, or one in a free slot of the batch."""
         tickets, intake = self._staged.tickets, self._staged.intake
-        self._staged = None
+        self._staged, self._is_alone = None, False
         slots = range(len(tickets))
         if len(intake.lengths) == self.num_slots:
             self._request, self._state = intake.request, intake.state
@@ -356,6 +366,8 @@ class Engine:
         self._running = self.profile
         for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
             self._slots[slot] = ticket
+            if self._pacing is not None:
+                self._pacing.forget(slot)
             ticket.holding.learn(ticket.text, len(ticket.text) - 1)
             if ticket.finished:  # aborted meanwhile
                 self._leave(ticket)
@@ -420,7 +432,11 @@ class Engine:
     def _dispatch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
         running = [ticket for ticket in self._slots if ticket is not None]
-        is_wanted = bool(self._staged) or self._has_waiting()
+        pace, is_wanted = Pace(self.plan), bool(self._staged) or self._has_waiting()
+        if self._pacing is not None:
+            pace = self._pacing.choose(np.array([ticket is not None for ticket in self._slots]))
+            rounds = min(rounds, pace.rounds or rounds)
+            is_wanted |= self._pacing.by_rows
         watched = np.array([ticket is not None and is_wanted for ticket in self._slots])
         profile = self._running
         if not any(ticket.scoring for ticket in running):
@@ -428,10 +444,12 @@ class Engine:
         state = self._state if self.pool is None else self.pool.lend(self._state)
         inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
         table = self._table_of(self._slots)
-        self.shared, state, ran = launch(self.plan, profile, *inputs, table)
+        self.shared, state, ran = launch(pace.plan, profile, *inputs, table, pace.budget)
         self._state = state if self.pool is None else self.pool.take_back(state)
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
-        self._unread.append(_Dispatched(ran, [*self._slots], most_tokens))
+        begin = time.perf_counter() if self._is_alone else None
+        self._unread.append(_Dispatched(ran, [*self._slots], most_tokens, pace, begin))
+        self._is_alone = True
 
     def _read_all_but(self, count: int) -> None:
         """Read launches until ``count`` are left, which are the last ones."""
@@ -440,7 +458,7 @@ class Engine:
 
     def _read(self, dispatched: _Dispatched) -> None:
         """Add the results of a launch to the answers of its members."""
-        ran = jax.device_get(dispatched.launch)
+        ran = self._brought(dispatched)
         self.num_passed += int(ran.passed.sum())
         for slot, ticket in enumerate(dispatched.members):
             if ticket is None or ticket.finished:
@@ -458,6 +476,20 @@ class Engine:
             elif has_ended:
                 ticket.answer = dataclasses.replace(ticket.answer, finish_reason="stop")
                 self._leave(ticket)
+
+    def _brought(self, dispatched: _Dispatched) -> Launch:
+        """Bring a launch to the host; learn what it took, if it was seen to begin and to end."""
+        is_late = dispatched.launch.rounds.is_ready()
+        ran, end = jax.device_get(dispatched.launch), time.perf_counter()
+        if self._pacing is not None:
+            begin, seconds = dispatched.begin, None
+            if begin is not None and self._last_end is not None and not is_late:
+                seconds = end - max(begin, self._last_end)
+            pairs = zip(dispatched.members, self._slots, strict=True)
+            rows = np.array([was is not None and was is now for was, now in pairs])
+            self._pacing.learn(dispatched.pace, ran, rows, seconds)
+        self._last_end = None if is_late else end
+        return ran
 
     def _has_heard(self, ticket: Ticket) -> bool:
         """Tell the listener; return whether it ended the text."""

@@ -19,7 +19,6 @@ from jspec.core.types import (
     Draft,
     History,
     Memory,
-    MultiMode,
     Params,
     Request,
     Shared,
@@ -29,8 +28,9 @@ from jspec.core.types import (
     Verdict,
 )
 from jspec.engine import launches
+from jspec.engine.budget import Budget
 from jspec.engine.launches import Launch, Profile
-from jspec.engine.plan import Pass, Plan
+from jspec.engine.plan import Pass, Plan, RoundPlan
 
 
 @struct.dataclass
@@ -78,14 +78,14 @@ def decode(
     A second call with a larger ``until`` continues in the same program.
     """
     is_running = functools.partial(_is_running, until)
-    return _loop(plan, params, request, is_running, (shared, state, None))[:2]
+    return _loop(plan, params, request, None, is_running, (shared, state, None))[:2]
 
 
 @functools.partial(
     jax.jit, static_argnames=("plan", "profile"), donate_argnames=("shared", "state")
 )
 def launch(
-    plan: Plan,
+    plan: RoundPlan,
     profile: Profile,
     params: Params,
     request: Request,
@@ -94,6 +94,7 @@ def launch(
     rounds: Array,
     watched: Array,
     table: Array | None = None,
+    budget: Budget | None = None,
 ) -> tuple[Shared, DecodeState, Launch]:
     """Run up to ``rounds`` rounds; return what they did.
 
@@ -110,12 +111,13 @@ def launch(
       rounds: int32 [].
       watched: bool [B].
       table: int32 [B, M], the pages of each row in ``state.pools``; None for caches without pages.
+      budget: which of the drafted nodes are verified; None for all.
     """
     state = state.attached(table)
     until = state.round + jnp.minimum(rounds, profile.rounds)
     is_running = lambda carry: _is_running(until, carry) & ~(carry[1].done & watched).any()
     carry = shared, state, launches.empty(profile, plan.drafter, state.history)
-    shared, state, ran = _loop(plan, params, request, is_running, carry)
+    shared, state, ran = _loop(plan, params, request, budget, is_running, carry)
     state = state if table is None else state.detached()
     ran = launches.ended(ran, profile, plan.drafter, state.history, state.done, state.num_cached)
     return shared, state, ran
@@ -129,25 +131,29 @@ def step(
     Invariant, on entry and on exit: the caches hold every committed token except the last one,
     which is the root (node 0) of the next draft.
     """
-    is_running = functools.partial(_is_running, state.round + 1)
-    return _rounds(plan, params, request, is_running, (shared, state, None))[:2]
+    return _round(plan, params, request, None, (shared, state, None))[:2]
 
 
 Condition = Callable[[Carry], Array]
 
 
 def _loop(
-    plan: Plan, params: Params, request: Request, is_running: Condition, carry: Carry
+    plan: RoundPlan,
+    params: Params,
+    request: Request,
+    budget: Budget | None,
+    is_running: Condition,
+    carry: Carry,
 ) -> Carry:
-    rounds = functools.partial(_rounds, plan, params, request, is_running)
-    return lax.while_loop(is_running, functools.partial(_same_form, plan, rounds), carry)
+    run = functools.partial(_round, plan, params, request, budget)
+    return lax.while_loop(is_running, functools.partial(_same_form, plan, run), carry)
 
 
 def _is_running(until: Array, carry: Carry) -> Array:
     return ~carry[1].done.all() & (carry[1].round < until)
 
 
-def _same_form(plan: Plan, run: Callable, carry: Carry) -> Carry:
+def _same_form(plan: RoundPlan, run: Callable, carry: Carry) -> Carry:
     """Run one iteration; refuse a drafter whose state changes its shapes or dtypes."""
     of_drafter = lambda shared, state, _: {"memory": state.memory, "shared": shared}
     after = run(carry)
@@ -155,49 +161,10 @@ def _same_form(plan: Plan, run: Callable, carry: Carry) -> Carry:
     return after
 
 
-def _rounds(
-    plan: Plan, params: Params, request: Request, is_running: Condition, carry: Carry
+def _round(
+    plan: RoundPlan, params: Params, request: Request, budget: Budget | None, carry: Carry
 ) -> Carry:
-    """Run one round; with a ``MultiMode`` drafter, all rounds that keep the mode it selects."""
-    if not isinstance(plan.drafter, MultiMode):
-        return _round(plan, params, request, carry)
-    shared, state, ran = carry
-    with jax.named_scope("draft"):
-        memory, selected = plan.drafter.select_mode(
-            params, request, shared, state.memory, state.history
-        )
-    carry = shared, state.replace(memory=memory), ran
-    for index, mode in enumerate(plan.drafter.modes):
-        # Each mode is a loop of its own, since a branch of a conditional would copy the caches.
-        in_mode = plan.in_mode(mode)
-        carry = _rounds_in_mode(in_mode, params, request, is_running, selected == index, carry)
-    return carry
-
-
-def _rounds_in_mode(
-    plan: Plan,
-    params: Params,
-    request: Request,
-    is_running: Condition,
-    is_selected: Array,
-    carry: Carry,
-) -> Carry:
-    """Run the rounds of one mode, until it changes or a sequence ends; none if not selected."""
-    first, done = carry[1].round, carry[1].done
-
-    def keeps_mode(carry: Carry) -> Array:
-        shared, state, _ = carry
-        keeps = plan.drafter.keeps_mode(request, shared, state.memory, state.history)
-        keeps &= (state.done == done).all()
-        keeps |= state.round == first  # at least one round, or ``decode`` would not progress
-        return is_selected & keeps & is_running(carry)
-
-    run = functools.partial(_round, plan, params, request)
-    return lax.while_loop(keeps_mode, functools.partial(_same_form, plan, run), carry)
-
-
-def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
-    """Run one round of a drafter with one mode."""
+    """Run one round."""
     shared, state, ran = carry
     batch = state.done.shape[0]
 
@@ -212,6 +179,8 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
     draft = token_fsm.prune(request.sampling.automaton, state.history, draft, tree)
     draft = token_fsm.force(request.sampling.automaton, state.history, draft)
     draft = trim_draft(request, state.history, draft, tree, state.done)
+    if budget is not None:
+        draft = budget.cut(plan.passes(batch), draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
     out, verdict, passed = _verify(plan, params, request, state, draft, tree)
@@ -232,7 +201,7 @@ def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
 
 
 def _verify(
-    plan: Plan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
+    plan: RoundPlan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
 ) -> tuple[TargetOutput, Verdict, Array]:
     """Run target and rule in the smallest pass that holds every valid node of unfinished rows.
 
@@ -262,7 +231,7 @@ def _verify(
 
 
 def _forward(
-    plan: Plan,
+    plan: RoundPlan,
     params: Params,
     tokens: Array,
     tree: Tree,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jspec import verify
 from jspec.core import packing, validation
-from jspec.core.types import Array, Draft, Drafter, History, Mode, Request, Target, Tree, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, Request, Rounds, Target, Tree, Verdict
 from jspec.drafters.trees import tree_settings
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, listed
@@ -24,7 +24,7 @@ class RoundPlan:
     """The settings of rounds with one drafter. Fields are those of ``Plan``, and not checked."""
 
     target: Target  # the model whose distribution the output has
-    drafter: Drafter | Mode
+    drafter: Drafter | Rounds
     rule: str | verify.Rule = "rejection"  # a name in ``jspec.verify.RULES``, or a ``Rule``
     # Node counts that the target's pass is compiled for, ascending up to the drafter's
     # ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the drafter's
@@ -41,7 +41,8 @@ class RoundPlan:
         whole = [Pass(nodes, batch * nodes, False) for nodes in self.node_buckets]
         lists, most = [], self.node_buckets[-1]
         if self.packed:
-            lists = [Pass(most, size, True) for size in packing.sizes(batch, batch * most)]
+            totals, sizes = {each.total for each in whole}, packing.sizes(batch, batch * most)
+            lists = [Pass(most, size, True) for size in sizes if size not in totals]
         return tuple(sorted(whole + lists, key=lambda each: each.total))
 
     @property
@@ -106,17 +107,17 @@ class Plan(RoundPlan):
             )
         object.__setattr__(self, "node_buckets", buckets)
 
-    def in_mode(self, mode: Mode) -> RoundPlan:
-        """Return the plan of rounds in which ``mode``, one of a ``MultiMode`` drafter's, drafts.
+    def at_length(self, length: int) -> RoundPlan:
+        """Return the plan of rounds with K = ``length``, for an ``Adaptive`` drafter.
 
-        A lossless rule that is not exact for the mode has nothing to judge, as the mode drafts
-        nothing: the target draws. A rule's settings are for the deepest mode; drafts may end
-        before.
+        A lossless rule that is not exact for these drafts has nothing to judge, as nothing is
+        drafted: the target draws. A rule's settings are for the longest K; drafts may end before.
         """
-        has_rule = not self._rule.lossless or mode.proposal in self._rule.exact_for
-        rule, sizes = self.rule if has_rule else "match", {mode.tree_size, *self.node_buckets}
-        buckets = tuple(size for size in tree_settings.node_buckets(mode) if size in sizes)
-        return RoundPlan(self.target, mode, rule, buckets, self.packed)
+        rounds = self.drafter.at_length(length)
+        has_rule = not self._rule.lossless or rounds.proposal in self._rule.exact_for
+        rule, sizes = self.rule if has_rule else "match", {rounds.tree_size, *self.node_buckets}
+        buckets = tuple(size for size in tree_settings.node_buckets(rounds) if size in sizes)
+        return RoundPlan(self.target, rounds, rule, buckets, self.packed)
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

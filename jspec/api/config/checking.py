@@ -69,8 +69,7 @@ def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
         sizes = _ranges(ranges)
         return {"lengths": _ascending({most, *(k for *_, k in sizes)}, most), "batch_sizes": sizes}
     if choices is True:
-        doubled = {0, *(2**power for power in range(most.bit_length())), most}
-        return {"lengths": _ascending(doubled, most)}
+        return {"lengths": _ascending({0, -(-most // 2), most}, most)}
     if not _whole_numbers(choices):
         kinds = "true or a list of whole numbers"
         raise ValueError(f"adaptive_length={shown(choices)} must be {kinds}.")

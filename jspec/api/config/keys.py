@@ -49,9 +49,9 @@ _WORKS = {
     "for 'suffix' and for 'token_recycling'",
     "num_speculative_tokens_per_batch_size": "for chains: K by the number of unfinished rows, as "
     "(least, most, K), ends included; other batch sizes use `num_speculative_tokens`. K may be 0",
-    "adaptive_length": "not in vLLM; for chains: the K's to choose from in every round by "
-    "expected tokens a second, such as [0, 2, 4], or true for 0, 1, 2, 4, ... up to "
-    "`num_speculative_tokens`",
+    "adaptive_length": "not in vLLM; for chains: the K's to choose from by expected tokens a "
+    "second, such as [0, 2, 4], or true for 0, half of `num_speculative_tokens`, and all; of what "
+    "is drafted, the nodes are verified that pay",
     "prompt_lookup_max": "longest n-gram to look up; a copy of `prompt_lookup_min` if left out, "
     "or 5",
     "prompt_lookup_min": "shortest n-gram to look up; a copy of `prompt_lookup_max` if left out, "

@@ -57,16 +57,15 @@ def catch_up(
     memory: Memory,
     waiting: Waiting,
     history: History,
-    drafts: Array,
+    drafts: bool,
 ) -> Memory:
     """Return the drafter's memory after all missing tokens are processed, if that is needed.
 
-    It is needed if the round ``drafts`` (bool []), or if the buffers of features are full. Tokens
-    are processed ``SIZE`` at a time, and the rest K + 1 at a time.
+    It is needed if the round ``drafts``, or if the buffers of features are full. Tokens are
+    processed ``SIZE`` at a time, and the rest K + 1 at a time.
     """
-    before, needed = drafter.missing(memory, history), drafts
-    if drafter.capture_layers:
-        needed |= before.max() >= SIZE
+    before = drafter.missing(memory, history)
+    needed = drafts or before.max() >= SIZE
     step = drafter.max_depth + 1
 
     def stride(memory: Memory, size: int, rest: int) -> Memory:

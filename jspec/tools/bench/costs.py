@@ -19,8 +19,7 @@ import numpy as np
 
 from jspec.core import trees
 from jspec.core.types import Array, Params, Request, Shared
-from jspec.engine.batch import Batch, advance, start
-from jspec.engine.costs import copied
+from jspec.engine.batch import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.batch import Answer, generate_sequences, generate_sharing
-from jspec.engine.costs import CostTable
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -81,8 +80,7 @@ def texts(
     """
     plain_plan = Plan(plan.target, NoDrafter(), node_buckets=(1,))
     plain = generate_sequences(plain_plan, Params(params.target), rows)
-    price = CostTable().pricing(plan)
-    speculative, _ = generate_sharing(plan, params, rows, init_shared(plan), price=price)
+    speculative, _ = generate_sharing(plan, params, rows, init_shared(plan))
     broken = [index for index, answer in enumerate(plain) if answer.finish_reason == "error"]
     pairs = list(zip(plain, speculative, strict=True))
     divergences = [] if broken else list(_divergences(plan, params, rows, pairs))

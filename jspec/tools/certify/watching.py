@@ -16,7 +16,7 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, Drafter, MultiMode, Params, Request, Shared, Tree
+from jspec.core.types import Array, Draft, Drafter, Params, Request, Shared, Tree
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
@@ -78,9 +78,7 @@ class Observer:
 
 
 def observed(plan: Plan) -> Plan:
-    """Return the plan whose steps ``watch`` can look into; with several modes, that of the last."""
-    if isinstance(plan.drafter, MultiMode):
-        plan = plan.in_mode(plan.drafter.modes[-1])
+    """Return the plan whose steps ``watch`` can look into."""
     size = plan.drafter.tree_size
     return dataclasses.replace(plan, drafter=Observer(plan.drafter), node_buckets=(size,))
 

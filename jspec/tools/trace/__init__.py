@@ -4,7 +4,7 @@
 traced run the same programs as without this package.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jspec.api.llm import LLM
@@ -13,8 +13,6 @@ from jspec.api.outputs import Transcript
 from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params, Shared
-from jspec.engine.batch import Batch
-from jspec.engine.costs import CostTable
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -42,7 +40,6 @@ def _run(
     plan: Plan,
     params: Params,
     shared: Shared,
-    price: Callable[[Plan, Params, Batch], Shared],
     *,
     tokenizer: Any,
     model: str,
@@ -55,7 +52,7 @@ def _run(
     _check(request.params)
     [row], [transcript] = request.sequences, request.transcripts
     tokenizer = tokenizer if request.params.detokenize else None
-    records, shared = record(plan, params, row, transcript, shared, price)
+    records, shared = record(plan, params, row, transcript, shared)
     traced = trace_of(
         records,
         transcript,
@@ -77,8 +74,7 @@ def of_row(plan: Plan, params: Params, row: SequenceParams, *, tokenizer: Any = 
     """
     settings = SamplingParams(detokenize=tokenizer is not None)
     transcript = Transcript(settings, row.prompt, tokenizer, frozenset(row.stop_token_ids))
-    price = CostTable().price
-    records, _ = record(plan, params, row, transcript, init_shared(plan), price)
+    records, _ = record(plan, params, row, transcript, init_shared(plan))
     setting = _setting(plan, row)
     return trace_of(records, transcript, tokenizer, None, row.prompt, setting, rule=_asked(plan))
 

@@ -6,7 +6,6 @@ and the noise of the round itself.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from jspec import verify
 from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
-from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Shared
+from jspec.core.types import Array, Draft, Drafter, History, Params, Rounds, Shared
+from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine.batch import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -62,14 +62,15 @@ class Recorder:
     """A drafter that wraps ``inner`` and stores a record of the last round in its memory."""
 
     inner: Drafter
+    rounds: Rounds  # that propose and update on its memory: ``inner``, or one of its lengths
     rule: verify.Rule  # for these drafts
     noise: str = "own"  # the noise of ``inner`` is set already
 
-    max_depth = property(lambda self: self.inner.max_depth)
-    tree_size = property(lambda self: self.inner.tree_size)
+    max_depth = property(lambda self: self.rounds.max_depth)
+    tree_size = property(lambda self: self.rounds.tree_size)
     capture_layers = property(lambda self: self.inner.capture_layers)
     lookahead = property(lambda self: self.inner.lookahead)
-    proposal = property(lambda self: self.inner.proposal)
+    proposal = property(lambda self: self.rounds.proposal)
 
     def init(self, params, request, capacity: int) -> RecorderMemory:
         """Allocate the inner drafter's memory and an empty record."""
@@ -97,42 +98,18 @@ class Recorder:
 
     def propose(self, params, request, shared, memory: RecorderMemory, history):
         """Draft with the inner drafter."""
-        draft, inner = self.inner.propose(params, request, shared, memory.inner, history)
+        draft, inner = self.rounds.propose(params, request, shared, memory.inner, history)
         return draft, memory.replace(inner=inner, grammar=history.state)
 
     def update(self, params, request, shared, memory: RecorderMemory, history, draft, verdict, out):
         """Update the inner drafter, and record the round."""
-        inner, shared = self.inner.update(
+        inner, shared = self.rounds.update(
             params, request, shared, memory.inner, history, draft, verdict, out
         )
         before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
         record = _record(self.rule, self.proposal, request, before, draft, out.logits)
         record = jax.tree.map(modes.padded, record, memory.record)
         return RecorderMemory(inner, history.state, record), shared
-
-    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
-        """Return whether the inner mode is kept; ``inner`` is a mode."""
-        return self.inner.keeps_mode(request, shared, memory.inner, history)
-
-
-@dataclasses.dataclass(frozen=True)
-class MultiModeRecorder(Recorder):
-    """A recorder of a drafter with several modes."""
-
-    modes: tuple[Recorder, ...] = ()  # a recorder for each mode
-
-    def select_mode(self, params, request, shared, memory: RecorderMemory, history):
-        """Select the inner drafter's mode."""
-        inner, mode = self.inner.select_mode(params, request, shared, memory.inner, history)
-        return memory.replace(inner=inner), mode
-
-
-def recorder(plan: Plan) -> Recorder:
-    """Return the recorder of the plan's drafter."""
-    if not isinstance(plan.drafter, MultiMode):
-        return Recorder(plan.drafter, plan.effective_rule)
-    modes = tuple(Recorder(each, plan.in_mode(each).effective_rule) for each in plan.drafter.modes)
-    return MultiModeRecorder(plan.drafter, plan.effective_rule, modes=modes)
 
 
 def record(
@@ -141,20 +118,18 @@ def record(
     row: SequenceParams,
     transcript: Transcript,
     shared: Shared,
-    price: Callable[[Plan, Params, Batch], Shared],
 ) -> tuple[list[Record], Shared]:
     """Generate one row, and return the record of every round and the drafter's shared state.
 
-    The transcript reads the text, and may end it. ``shared`` is not consumed. ``price`` adds the
-    costs of rounds to it, for plans that choose by costs.
+    The transcript reads the text, and may end it. ``shared`` is not consumed. A
+    drafter of several lengths drafts the longest, or the length of one row.
 
     Raises:
       ValueError: the row does not fit the model.
     """
-    recording = dataclasses.replace(plan, drafter=recorder(plan))
+    recording = _recording(plan)
     # Rounds consume a copy, so that an interrupted trace leaves ``shared`` intact.
     batch = start(recording, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))
-    batch = batch.replace(shared=price(plan, params, _unwrapped(batch)))
     records, was_cut = [], False
     while not transcript.finish_reason:
         batch = advance(recording, params, batch, 1)
@@ -162,6 +137,15 @@ def record(
         was_cut = transcript.read(batch.answers[0])
     batch = _unwrapped(batch)
     return records, (cancel(plan, batch, [0]) if was_cut else batch).shared
+
+
+def _recording(plan: Plan) -> Plan:
+    """Return the plan with a recorder as its drafter."""
+    rounds = plan
+    if isinstance(plan.drafter, Adaptive):
+        rounds = plan.at_length(plan.drafter.for_rows(1))
+    recorder = Recorder(plan.drafter, rounds.drafter, rounds.effective_rule)
+    return Plan(plan.target, recorder, rounds.rule, rounds.node_buckets)
 
 
 def _unwrapped(batch: Batch) -> Batch:

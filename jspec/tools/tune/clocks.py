@@ -17,8 +17,7 @@ import numpy as np
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, History, Params, Shared, Target
-from jspec.engine.batch import Batch, advance, start
-from jspec.engine.costs import copied, endless
+from jspec.engine.batch import Batch, advance, copied, start
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.tools.bench.timing import Contender, Sample, race
@@ -69,7 +68,7 @@ def rounds(
 
     The second value is the share of these rounds in which any row has a draft.
     """
-    batch = endless(plan, work.batch(plan, params, texts, shared))
+    batch = _endless(plan, work.batch(plan, params, texts, shared))
 
     def run(count: int) -> tuple[float, int, Batch]:
         fresh = copied(batch)
@@ -79,6 +78,15 @@ def rounds(
     clock, (_, ran, after) = Clock(lambda count: run(count)[:2]), run(_MANY)
     drafts = np.array([answer.drafts for answer in after.answers]) / ran
     return clock, float(1 - np.prod(1 - drafts))
+
+
+def _endless(plan: Plan, batch: Batch) -> Batch:
+    """Return the batch without stop tokens, limited by its buffers alone."""
+    request = batch.request
+    room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
+    limit = jnp.where(batch.state.done, request.max_length, room)
+    stops = jnp.full_like(request.stop_tokens, -1)
+    return batch.replace(request=request.replace(max_length=limit, stop_tokens=stops))
 
 
 def passes(plan: Plan, params: Params, batch: Batch, size: int) -> Clock:

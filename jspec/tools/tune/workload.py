@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from jspec.core.types import Params, Shared
 from jspec.engine import loading
 from jspec.engine.batch import Answer, Batch, generate_sharing, start
-from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
@@ -64,15 +63,13 @@ class Workload:
         """Prefill the middle group with the first half of its ``texts``."""
         rows = self.rows([text[: len(text) // 2] for text in texts])
         group, profile = [rows[index] for index in self.middle], Profile().grown(rows)
-        batch = start(plan, params, group, profile=profile).replace(shared=shared)
-        return batch.replace(shared=CostTable().price(plan, params, batch))
+        return start(plan, params, group, profile=profile).replace(shared=shared)
 
     def generate(
         self, plan: Plan, params: Params, profile: Profile = _PLAIN
     ) -> tuple[list[Answer], Shared]:
         """Return the answer to every prompt, and the drafter's shared state after all of them."""
-        options = {"max_num_seqs": self.case.batch_size, "price": CostTable().pricing(plan)}
-        options["profile"] = profile
+        options = {"max_num_seqs": self.case.batch_size, "profile": profile}
         return generate_sharing(plan, params, self.rows(), init_shared(plan), **options)
 
 
