@@ -224,6 +224,7 @@ def start(
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
     """Decode up to ``rounds`` more rounds (None: to the end). Consumes ``batch``.
 
+    A plan with an ``Adaptive`` drafter drafts the longest K; ``plan.at_length`` gives another one.
     Each launch is dispatched before the one before it is read.
     """
     left, unread = rounds, collections.deque()

@@ -154,12 +154,12 @@ def test_shared_state_is_kept_for_both_parts():
         (
             (Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT),
             {},
-            "parts[0] must not choose its K every round; give the drafter inside Adaptive.",
+            "parts[0] must have one K; give the drafter inside Adaptive.",
         ),
         (
             (LOOKUP, Adaptive(tiny.DRAFT, (2, 4))),
             {},
-            "parts[1] must not choose its K every round; give the drafter inside Adaptive.",
+            "parts[1] must have one K; give the drafter inside Adaptive.",
         ),
         (
             (LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)),
