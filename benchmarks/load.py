@@ -56,7 +56,7 @@ _METHODS = {
 
 @dataclasses.dataclass
 class Run:
-    """What a run took: seconds, those of each request, and the nodes of the target's matmuls."""
+    """Seconds of a run and of each request, and the nodes that the target's matmuls ran over."""
 
     seconds: float
     latencies: list[float]

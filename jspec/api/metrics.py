@@ -6,6 +6,7 @@ no gain. ``tokens_per_pass`` divides by every pass of the target, and bounds the
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ class Counts:
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
-            tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True)),
+            # Drafts of one text may have been shorter.
+            tuple(map(sum, itertools.zip_longest(self.accepted, other.accepted, fillvalue=0))),
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_passes + other.num_passes,
             self.num_tokens + other.num_tokens,

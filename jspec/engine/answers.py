@@ -77,6 +77,7 @@ def extended(
     # The empty pytree None stays None.
     scores = jax.tree.map(lambda part: part[row, :count], launch.logprobs)
     nodes = None if launch.nodes is None else (launch.nodes.tokens, launch.nodes.parents)
+    nodes = jax.tree.map(of_rounds, nodes)
     stopped = len(tokens) > 0 and int(tokens[-1]) in stop_token_ids
     reason = "stop" if stopped else "length" if len(tokens) >= max_tokens else "error"
     return dataclasses.replace(
@@ -85,7 +86,7 @@ def extended(
         steps=_joined(answer.steps, (of_rounds(launch.accepted), of_rounds(launch.drafted))),
         finish_reason=reason if launch.done[row] else None,
         stop_token=int(tokens[-1]) if stopped else None,
-        nodes=_joined(answer.nodes, jax.tree.map(of_rounds, nodes)),
+        nodes=_joined(*_of_one_width(answer.nodes, nodes)),
         logprobs=_joined(answer.logprobs, scores),
     )
 
@@ -107,6 +108,13 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
         nodes=jax.tree.map(lambda part: part[:rounds], answer.nodes),
         logprobs=jax.tree.map(lambda part: part[:num_tokens], answer.logprobs),
     )
+
+
+def _of_one_width(*nodes: Any) -> Any:
+    """Pad the nodes [r, N] of launches with -1: their drafts may have different lengths."""
+    most = max((leaf.shape[1] for leaf in jax.tree.leaves(nodes)), default=0)
+    pad = lambda leaf: np.pad(leaf, ((0, 0), (0, most - leaf.shape[1])), constant_values=-1)
+    return jax.tree.map(pad, nodes)
 
 
 def _joined(old: Any, new: Any) -> Any:

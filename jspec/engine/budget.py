@@ -21,7 +21,7 @@ MOST_SURE = 0.98  # acceptance rate that no estimate exceeds, so that a node out
 
 @struct.dataclass
 class Budget:
-    """What a round knows of rows and costs."""
+    """Estimates of acceptance and of costs for the rounds of a launch."""
 
     rate: Array  # [B] float32, estimated probability that a node is accepted if its parent is
     seconds: Array  # [P] float32, of a round in each of ``RoundPlan.passes``
@@ -41,8 +41,8 @@ class Budget:
         best = jnp.argmax(emitted / self.seconds)
         limits = jnp.array([each.nodes for each in passes])[best]
         room = jnp.array([each.total if each.packed else batch * nodes for each in passes])[best]
-        kept = (jnp.arange(nodes) < limits) & (rank < room - (~done).sum())
-        return draft.replace(valid=draft.valid & (kept | ~drafted))
+        fits = (jnp.arange(nodes) < limits) & (rank < room - (~done).sum())
+        return draft.replace(valid=draft.valid & (fits | ~drafted))
 
 
 def expected(passes: tuple[Pass, ...], survival: Array, rows: Array, xp=np) -> Array:

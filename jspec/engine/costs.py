@@ -49,12 +49,12 @@ class Costs:
     @property
     def seconds(self) -> np.ndarray:
         """The estimates, [n]."""
-        found = self._mean.copy()
+        ascending = self._mean.copy()
         for length in np.unique(self._lengths):
-            rows = self._lengths == length
-            weights = 1 / np.diag(self._covariance)[rows]
-            found[rows] = isotonic_regression(found[rows], weights=weights).x
-        return found
+            kinds = self._lengths == length
+            weights = 1 / np.diag(self._covariance)[kinds]
+            ascending[kinds] = isotonic_regression(ascending[kinds], weights=weights).x
+        return ascending
 
     @property
     def hopeful(self) -> np.ndarray:

@@ -79,11 +79,8 @@ def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict, passed: A
     nodes = launch.nodes
     if nodes is not None:
         valid = draft.valid & ran[:, None]
-        missing = nodes.tokens.shape[2] - valid.shape[1]  # the drafts of a mode may be smaller
-        widths = ((0, 0), (0, missing))
-        spread = lambda x: jnp.pad(jnp.where(valid, x, -1), widths, constant_values=-1)
-        parents = jnp.broadcast_to(tree.parents, valid.shape)
-        nodes = Nodes(put(nodes.tokens, spread(draft.tokens)), put(nodes.parents, spread(parents)))
+        ids = put(nodes.tokens, jnp.where(valid, draft.tokens, -1))
+        nodes = Nodes(ids, put(nodes.parents, jnp.where(valid, tree.parents, -1)))
     return launch.replace(
         rounds=launch.rounds + 1,
         accepted=put(launch.accepted, verdict.num_emitted - 1),

@@ -34,7 +34,7 @@ _NEVER = np.float32(1e9)  # seconds
 
 
 class Pace(NamedTuple):
-    """How the next launch drafts and verifies."""
+    """The draft length, the budget and the size of a launch."""
 
     plan: RoundPlan
     budget: Budget | None = None

@@ -42,6 +42,7 @@ class BatchInvariantDecoder(Decoder):
     """
 
     reads_pages = False  # sums over whole blocks of one buffer
+    packs_nodes = False  # matmuls run in tiles of one shape already
 
     def __post_init__(self):
         config = self.config

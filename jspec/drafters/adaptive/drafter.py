@@ -90,8 +90,8 @@ class Adaptive:
 
     def for_rows(self, count: int) -> int:
         """Return the K of ``count`` unfinished rows, by ``batch_sizes``."""
-        found = (k for least, most, k in self.batch_sizes if least <= count <= most)
-        return next(found, self.max_depth)
+        lengths = (k for least, most, k in self.batch_sizes if least <= count <= most)
+        return next(lengths, self.max_depth)
 
     def init_shared(self) -> Any:
         """Return the drafter's shared state."""
@@ -152,7 +152,13 @@ class Drafting:
     tree_size = property(lambda self: self.drafter.tree_size)
     capture_layers = property(lambda self: self.drafter.capture_layers)
     proposal = property(lambda self: self.drafter.proposal)
-    node_buckets = property(lambda self: tree_settings.node_buckets(self.drafter))
+
+    @property
+    def node_buckets(self) -> tuple[int, ...]:
+        """Node counts that get a program of their own; a network always drafts."""
+        sizes = tree_settings.node_buckets(self.drafter)
+        is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
+        return tuple(size for size in sizes if size > 1 or not is_network)
 
     def propose(self, params, request, shared, memory, history):
         """Catch up with the text if it must, and return the drafter's draft."""
