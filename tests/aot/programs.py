@@ -16,9 +16,10 @@ from jspec.core.sampling import FILTERS
 from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.engine.budget import Budget
 from jspec.engine.loop import DecodeState, init_shared, launch
 from jspec.engine.pages import page_layers
-from jspec.engine.plan import Plan
+from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
@@ -183,8 +184,8 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     """Return the decode loops, with kernels of attention and of rejection sampling.
 
     A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
-    reduced vocabulary: a chain, a drawn tree under rule ``block``, EAGLE-2's dynamic tree, and
-    chains of adaptive length.
+    reduced vocabulary: a chain, a drawn tree under rule ``block``, EAGLE-2's dynamic tree, and a
+    chain of adaptive length with its verification budget.
     """
     with_kernel = lambda config: dataclasses.replace(config, attention=implementation)
     target = decoder.Decoder(with_kernel(TARGET))
@@ -224,12 +225,20 @@ def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
         table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
         state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
     weights, rest = put(params, weights=True), (request, shared, state, rounds, watched, table)
+    if isinstance(plan.drafter, Adaptive):
+        length = plan.drafter.max_depth
+        rest = (*rest, jax.eval_shape(functools.partial(_budget, plan.at_length(length))))
+        plan = plan.at_length(length)
     return launch.trace(plan, Profile(), weights, *map(put, rest))
 
 
 def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
     """The drafter without ``Adaptive`` around it."""
     return plan.drafter.drafter if isinstance(plan.drafter, Adaptive) else plan.drafter
+
+
+def _budget(plan: RoundPlan) -> Budget:
+    return Budget(jnp.zeros((BATCH,), jnp.float32), jnp.zeros(len(plan.passes(BATCH)), jnp.float32))
 
 
 def _request() -> Request:
