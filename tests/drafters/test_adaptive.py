@@ -245,6 +245,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
     [
         ({"adaptive_length": True}, (0, 3, 5), ()),
         ({"adaptive_length": [0, 3]}, (0, 3, 5), ()),
+        ({"enable_adaptive_verification": True}, (5,), ()),
+        ({"enable_adaptive_verification": True, "adaptive_length": [0]}, (0, 5), ()),
         (
             {"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 3]]},
             (0, 3, 5),
@@ -269,6 +271,14 @@ def test_a_config_asks_for_lengths(keys, lengths, batch_sizes):
             {"num_speculative_tokens_per_batch_size": [(1, 4, 3)], "adaptive_length": True},
             "both choose K; give one.",
         ),
+        (
+            {
+                "num_speculative_tokens_per_batch_size": [(1, 4, 3)],
+                "enable_adaptive_verification": True,
+            },
+            "both choose how much is verified; give one, or adaptive_length.",
+        ),
+        ({"enable_adaptive_verification": "yes"}, "='yes' must be true or false."),
         (
             {"num_speculative_tokens": None, "adaptive_length": True},
             "num_speculative_tokens must be",

@@ -39,6 +39,7 @@ PLAUSIBLE = {
     "rejection_sample_method": st.sampled_from([*RULE_NAMES]),
     "draft_sample_method": st.sampled_from(["greedy", "probabilistic", "top_plus_one"]),
     "adaptive_length": st.just(True) | st.lists(st.integers(0, 5)),
+    "enable_adaptive_verification": st.booleans(),
     "num_speculative_tokens_per_batch_size": st.just([[1, 4, 3], [5, 64, 2]]),
     "synthetic_acceptance_rates": st.lists(st.floats(0, 1), max_size=4),
     "synthetic_acceptance_length": st.floats(1, 9),

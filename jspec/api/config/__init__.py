@@ -205,8 +205,8 @@ def _read_part(index: int, given: Any) -> SpeculativeConfig:
         )
     if part.lengths:
         raise ValueError(
-            f"parts[{index}] must have one K for all rounds; leave adaptive_length and "
-            "num_speculative_tokens_per_batch_size out."
+            f"parts[{index}] must have one K for all rounds; leave adaptive_length, "
+            "enable_adaptive_verification and num_speculative_tokens_per_batch_size out."
         )
     return part
 
@@ -250,6 +250,7 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
         used |= {"parallel_drafting"}
     if "num_speculative_tokens" in used:
         used |= {"adaptive_length", "num_speculative_tokens_per_batch_size"}
+        used |= {"enable_adaptive_verification"}
     model = values["model"]
     if isinstance(model, str | os.PathLike) and METHOD_ALIASES.get(str(model), model) == method:
         used |= {"model"}  # vLLM's "ngram" as the model's name

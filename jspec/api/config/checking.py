@@ -54,13 +54,24 @@ def check_count(count: Any, has_model: bool) -> None:
 
 
 def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
-    """Return the K's to choose from, and the batch sizes that choose; {} for one K."""
+    """Return the K's to choose from, and the batch sizes that choose; {} for one K.
+
+    One K to choose from is that of a verification budget without a choice of K.
+    """
     ranges, choices = values["num_speculative_tokens_per_batch_size"], values["adaptive_length"]
-    if ranges is None and choices in (None, False):
+    budgeted = values["enable_adaptive_verification"]
+    if not isinstance(budgeted, bool | None):
+        raise ValueError(f"enable_adaptive_verification={shown(budgeted)} must be true or false.")
+    if ranges is None and choices in (None, False) and not budgeted:
         return {}
     if ranges is not None and choices not in (None, False):
         raise ValueError(
             "num_speculative_tokens_per_batch_size and adaptive_length both choose K; give one."
+        )
+    if ranges is not None and budgeted:
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size and enable_adaptive_verification both choose "
+            "how much is verified; give one, or adaptive_length."
         )
     most = at_least_one("num_speculative_tokens", values["num_speculative_tokens"])
     if most is None:
@@ -68,6 +79,8 @@ def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
     if ranges is not None:
         sizes = _ranges(ranges)
         return {"lengths": _ascending({most, *(k for *_, k in sizes)}, most), "batch_sizes": sizes}
+    if choices in (None, False):
+        return {"lengths": (most,)}
     if choices is True:
         return {"lengths": _ascending({0, -(-most // 2), most}, most)}
     if not _whole_numbers(choices):

@@ -33,6 +33,7 @@ _OURS = {
     "rejection_sample_method",
     "draft_tensor_parallel_size",
     "adaptive_length",
+    "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
     *sum(RULE_KEYS.values(), ()),
 }

@@ -52,6 +52,8 @@ _WORKS = {
     "adaptive_length": "not in vLLM; for chains: the K's to choose from by expected tokens a "
     "second, such as [0, 2, 4], or true for 0, half of `num_speculative_tokens`, and all; of what "
     "is drafted, the nodes are verified that pay",
+    "enable_adaptive_verification": "for chains: of what is drafted, the nodes are verified that "
+    "pay; `adaptive_length` includes it",
     "prompt_lookup_max": "longest n-gram to look up; a copy of `prompt_lookup_min` if left out, "
     "or 5",
     "prompt_lookup_min": "shortest n-gram to look up; a copy of `prompt_lookup_max` if left out, "
@@ -106,7 +108,6 @@ _WORKS = {
 _NOT_BUILT = {
     "code_revision": "the hub's default revision is fetched",
     "draft_load_config": "safetensors are loaded unchanged",
-    "enable_adaptive_verification": "every node of a draft is verified",
     "index_share_for_mtp_iteration": "no target here has sparse attention",
     "kv_cache_dtype": "the draft model's cache has the dtype of its activations",
     "quantization": "draft models load in float32, bfloat16 or float16",

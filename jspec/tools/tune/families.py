@@ -24,6 +24,7 @@ _FIXING_KEYS = (
     *_DEPTH_KEYS,
     "parts",
     "adaptive_length",
+    "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
     "synthetic_acceptance_rates",
 )

@@ -126,8 +126,8 @@ def test_draft_sample_method_belongs_to_a_part():
         ),
         (
             [NGRAM, DRAFT | {"adaptive_length": True}],
-            "parts[1] must have one K for all rounds; leave adaptive_length and "
-            "num_speculative_tokens_per_batch_size out.",
+            "parts[1] must have one K for all rounds; leave adaptive_length, "
+            "enable_adaptive_verification and num_speculative_tokens_per_batch_size out.",
         ),
         ([HYBRID, DRAFT], "parts[0] has the method 'hybrid', which is no part."),
         ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
@@ -527,8 +527,8 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
             "use_heterogeneous_vocab=True is not used by method='ngram'",
         ),
         (
-            NGRAM | {"enable_adaptive_verification": True},
-            "every node of a draft is verified",
+            HYBRID | {"enable_adaptive_verification": True},
+            "enable_adaptive_verification=True is not used by method='hybrid'",
         ),
         (
             NGRAM | {"synthetic_acceptance_length": 2.0},
