@@ -404,7 +404,8 @@ class LLM:
                 )
                 for (sequence, text), salt in zip(work, salts, strict=True)
             ]
-            self._profile = engine.profile  # engines of other sizes need few programs more
+            # Engines of other sizes then need few programs more.
+            self._profile = engine.profile.without_functions()
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         is_running = lambda request: not all(text.finish_reason for text in request.transcripts)
         was_read = lambda request: all(text.answer is not None for text in request.transcripts)

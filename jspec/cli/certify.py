@@ -30,6 +30,9 @@ def certify(
     dtype: _of_model(str | None, options.DTYPE_HELP) = None,
     num_drafts: _of_model(int | None, "Drafts whose tokens are counted. Default: 4096.") = None,
     deterministic: _of_model(bool, "As for jspec generate.", "--deterministic") = False,
+    engine: _of_model(
+        bool, "Compare texts in a shared engine with those alone.", "--engine"
+    ) = False,
     temperature: sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
     top_p: sampling(float | None, "1 keeps all tokens.") = None,
     top_k: sampling(int | None, "0 keeps all tokens.") = None,
@@ -59,6 +62,7 @@ def certify(
             dtype=dtype,
             num_drafts=num_drafts,
             deterministic=deterministic,
+            engine=engine,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,

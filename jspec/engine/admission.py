@@ -103,7 +103,7 @@ def begin(
         tokens[row, : lengths[row]] = prompt
     done = np.arange(batch) >= len(prompts)
     history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
-    request, state = _allocate(plan, params, request, streams, history, done, cached)
+    request, state = allocate(plan, params, request, streams, history, done, cached)
     begun = np.zeros(batch, np.int32) if cached is None else cached
     width = chunk_width(lengths - begun, PREFILL_CHUNK if scoring is None else _SCORED_CHUNK)
     return Intake(request, state, tokens, lengths, begun, width, scoring, table)
@@ -116,7 +116,7 @@ def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _allocate(
+def allocate(
     plan: Plan,
     params: Params,
     request: Request,

@@ -11,12 +11,17 @@ With a pool of pages, sequences take pages as they grow. If none is left, the yo
 preempted: it gives its pages back and waits again. Its prompt is then prefilled together with what
 it had generated, and the text goes on as if nothing had happened. Rounds end where launches end, so
 no round is cut.
+
+If a launch fails, what the device held is lost, and who caused it is not known. All sequences that
+ran start again from their texts, each one alone for a launch. One that fails alone ends by the
+error.
 """
 
 import collections
 import dataclasses
 import heapq
 import itertools
+import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,15 +36,19 @@ from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine import admission, answers
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
-from jspec.engine.loop import DecodeState, cancel, init_shared, launch
+from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams, check_fit
 from jspec.grammar.automata import Grammar
+from jspec.util.messages import shown
+from jspec.util.values import is_whole
 
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
+_MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
+_STEPS = launch, prefill, cancel, admission.join, admission.allocate
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
 Listener = Callable[[Answer], bool]
@@ -57,6 +66,7 @@ class Ticket:
     rounds: int | None = None
     scoring: Scoring | None = None
     num_preemptions: int = 0
+    is_suspect: bool = False  # of having made a launch fail: it must run alone
     error: Exception | None = None  # that ended it
 
     @property
@@ -114,9 +124,10 @@ class Engine:
       profile: what the first programs are compiled for; it grows with the sequences.
       shared: the drafter's state that outlives calls; consumed. None for an empty one.
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
+      max_num_queued: most sequences that wait for a slot; None for any number.
 
     Raises:
-      ValueError: the weights belong to another model.
+      ValueError: the weights belong to another model, or a number is out of range.
     """
 
     def __init__(
@@ -129,10 +140,14 @@ class Engine:
         profile: Profile | None = None,
         shared: Shared | None = None,
         pool: Pool | None = None,
+        max_num_queued: int | None = None,
     ):
+        for name, value in (("num_slots", num_slots), ("max_num_queued", max_num_queued)):
+            if value is not None and not is_whole(value, 1):
+                raise ValueError(f"{name}={shown(value)} must be whole and at least 1.")
         validation.check_params(plan.target, plan.drafter, params)
         self.plan, self.params, self.pool = plan, params, pool
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots, self.capacity, self.max_num_queued = num_slots, capacity, max_num_queued
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
@@ -157,7 +172,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if no sequence waits or runs."""
-        return not (self._waiting or self._staged or any(self._slots))
+        return not (self._has_waiting() or self._staged or any(self._slots))
 
     def submit(
         self,
@@ -182,6 +197,7 @@ class Engine:
 
         Raises:
           ValueError: the sequence does not fit the model, the engine's capacity or the pool.
+          queue.Full: ``max_num_queued`` sequences wait already.
         """
         check_fit([sequence], self.plan.target)
         total = len(sequence.prompt) + sequence.max_tokens
@@ -194,6 +210,7 @@ class Engine:
             self.pool.check_fit(total)
         if scoring is not None:
             scoring.check_fit(self.plan.target.vocab_size)
+        self._check_room()
         begun, holding = answers.empty(self.plan.drafter.max_depth), Holding(self.pool, cache_salt)
         rank = priority, next(self._arrivals)
         ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring)
@@ -218,6 +235,16 @@ class Engine:
 
     def step(self) -> None:
         """Admit, dispatch one launch, and read the one before it."""
+        try:
+            self._step()
+        except Exception as error:
+            self._recover(error)
+        except BaseException:  # such as Ctrl-C, inside a call that had consumed its inputs
+            if self._has_lost:
+                self._start_again()
+            raise
+
+    def _step(self) -> None:
         self._tell_leaving()
         self._admit()
         rounds = self._rounds
@@ -253,11 +280,19 @@ class Engine:
             return False
         return True
 
+    def _check_room(self) -> None:
+        waiting = sum(not ticket.finished for ticket in self._waiting)
+        if self.max_num_queued is not None and waiting >= self.max_num_queued:
+            raise queue.Full(
+                f"max_num_queued={self.max_num_queued} sequences wait already; submit this one "
+                "later, or allow more."
+            )
+
     # ----------------------------------------------------------------------------- those who join
 
     def _admit(self) -> None:
         """Prefill those who wait: between two launches a chunk, without any launch all."""
-        while self._free_slots and (self._staged or self._has_waiting()):
+        while self._free_slots and (self._staged or self._may_join()):
             if not self._staged:
                 if not self._stage() and not self._is_relieved():
                     self._refuse_the_impossible()
@@ -276,10 +311,17 @@ class Engine:
         return [slot for slot, ticket in slots if ticket is None and slot not in self._leaving]
 
     def _has_waiting(self) -> bool:
-        """Drop what was aborted while it waited; return whether anything waits."""
+        """Drop what ended while it waited; return whether anything waits."""
         while self._waiting and self._waiting[0].finished:
             heapq.heappop(self._waiting)
         return bool(self._waiting)
+
+    def _may_join(self) -> bool:
+        """Return whether anything waits that may run with those who run."""
+        running = [ticket for ticket in self._slots if ticket is not None]
+        if not self._has_waiting() or any(ticket.is_suspect for ticket in running):
+            return False
+        return not (running and self._waiting[0].is_suspect)
 
     def _stage(self) -> bool:
         """Take the next sequences: for all slots at once if most would be filled, else one.
@@ -288,8 +330,9 @@ class Engine:
         """
         is_empty = not any(self._slots)
         if is_empty:
-            self._grammars = ()
+            self._grammars, self.profile = (), self._profile_of_waiting()
         together = is_empty and 2 * len(self._waiting) > self.num_slots
+        together &= not any(ticket.is_suspect for ticket in self._waiting)
         size, tickets = self.num_slots if together else 1, []
         cached = np.zeros(size, np.int32)
         while len(tickets) < size and self._has_waiting():
@@ -298,9 +341,19 @@ class Engine:
                 break
             cached[len(tickets)] = num_known
             tickets.append(heapq.heappop(self._waiting))
+            self.profile = self.profile.grown([tickets[-1].sequence])
         if tickets:
             self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))
         return bool(tickets)
+
+    def _profile_of_waiting(self) -> Profile:
+        """Return the profile with the functions of those who wait, or of a suspect alone.
+
+        Functions of users are compiled in, and run on all rows.
+        """
+        first = self._waiting[0]
+        members = [first] if first.is_suspect else self._waiting
+        return self.profile.without_functions().grown(each.sequence for each in members)
 
     def _is_relieved(self) -> bool:
         """Have another engine of the pool free pages if nothing of this one ran for long.
@@ -364,6 +417,7 @@ class Engine:
             members[slots[0]] = tickets[0]
             self._join_batch(members, intake.state, slots[0])
         self._running = self.profile
+        _release_programs()
         for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
             self._slots[slot] = ticket
             if self._pacing is not None:
@@ -454,15 +508,16 @@ class Engine:
     def _read_all_but(self, count: int) -> None:
         """Read launches until ``count`` are left, which are the last ones."""
         while len(self._unread) > count:
-            self._read(self._unread.popleft())
+            ran = self._brought(self._unread[0])
+            self._read(self._unread.popleft(), ran)
 
-    def _read(self, dispatched: _Dispatched) -> None:
+    def _read(self, dispatched: _Dispatched, ran: Launch) -> None:
         """Add the results of a launch to the answers of its members."""
-        ran = self._brought(dispatched)
         self.num_passed += int(ran.passed.sum())
         for slot, ticket in enumerate(dispatched.members):
             if ticket is None or ticket.finished:
                 continue
+            ticket.is_suspect = False
             limits = ticket.sequence.stop_token_ids, ticket.sequence.max_tokens
             asked = ran if ticket.scoring else ran.replace(logprobs=None)
             ticket.answer = answers.extended(ticket.answer, asked, slot, *limits)
@@ -514,3 +569,69 @@ class Engine:
             inputs = self._request, self.shared, self._state, rows
             self._request, self.shared, self._state = cancel(self.plan, *inputs)
             self._leaving.clear()
+
+    # ------------------------------------------------------------------------------------- faults
+
+    @property
+    def _has_lost(self) -> bool:
+        """True if buffers were consumed by a call that returned nothing."""
+        mine = jax.tree.leaves((self._state, self.shared))
+        arrays = (leaf for leaf in mine if isinstance(leaf, jax.Array))
+        is_lost = any(leaf.is_deleted() for leaf in arrays)
+        return is_lost or (self.pool is not None and self.pool.is_lost)
+
+    def _recover(self, error: Exception) -> None:
+        """Go on after a step that failed."""
+        suspects = self._start_again()
+        for ticket in suspects:
+            ticket.is_suspect = True
+        if len(suspects) == 1:
+            self._fail(suspects[0], _fault(error))
+        elif not suspects:
+            raise error
+
+    def _start_again(self) -> list[Ticket]:
+        """Queue all who ran on lost buffers, in every engine of the pool; return those of this one.
+
+        A drafter's shared state begins anew, too.
+        """
+        others = [] if self.pool is None else [each for each in self.pool.engines if each != self]
+        for engine in others:
+            engine._queue_again()
+        tickets = self._queue_again()
+        self.shared = init_shared(self.plan)
+        if self.pool is not None:
+            self.pool.renew()
+        return tickets
+
+    def _queue_again(self) -> list[Ticket]:
+        """Queue and return all who ran, and drop what the device held of them."""
+        staged = self._staged.tickets if self._staged else []
+        tickets = [each for each in (*self._slots, *staged) if each is not None]
+        self._slots, self._staged = [None] * self.num_slots, None
+        self._request = self._state = None
+        self._unread.clear()
+        self._leaving.clear()
+        for ticket in tickets:
+            ticket.holding.release()
+            if not ticket.finished:
+                heapq.heappush(self._waiting, ticket)
+        return [ticket for ticket in tickets if not ticket.finished]
+
+
+def _release_programs() -> None:
+    """Release the programs of a step if there are many: few are in use, and these compile again."""
+    for step in _STEPS:
+        if step._cache_size() > _MOST_PROGRAMS:
+            step.clear_cache()
+
+
+def _fault(error: Exception) -> RuntimeError:
+    """Return the error of a sequence that failed alone."""
+    remedy = "its logits processors or the device may be at fault"
+    if "RESOURCE_EXHAUSTED" in str(error):
+        remedy = "there is too little memory; run fewer sequences together, or give the cache less"
+    first = str(error).strip().partition("\n")[0]
+    fault = RuntimeError(f"a launch failed while this sequence ran alone: {first}; {remedy}.")
+    fault.__cause__ = error
+    return fault

@@ -222,6 +222,17 @@ class Pool:
         self.buffers = state.pools
         return state.replace(pools=())
 
+    @property
+    def is_lost(self) -> bool:
+        """True if a program that failed has consumed the buffers."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.buffers))
+
+    def renew(self) -> None:
+        """Allocate the buffers anew; no sequence may hold a page. Known pages are forgotten."""
+        self.buffers = ()  # before the new ones: memory may be short
+        self.buffers = self._allocate(len(self.table.holders))
+        self.table.forget()
+
     def digests_of(self, text: np.ndarray, salt: str, so_far: Sequence[bytes] = ()) -> list[bytes]:
         """Return ``digests_of`` for these pages."""
         options = dict(lookahead=self._lookahead, salt=salt, so_far=so_far)

@@ -55,6 +55,11 @@ class Profile:
             num_stop_tokens=stops,
         )
 
+    def without_functions(self) -> "Profile":
+        """Return the profile for sequences without functions of the user, which are compiled in."""
+        forms = tuple(form for form in self.forms if form[0] != "logits_processors")
+        return dataclasses.replace(self, forms=forms)
+
     def scored(self, scoring: Scoring | None) -> "Profile":
         """Return the least profile that computes such scores too."""
         if scoring is None:

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jspec.core.logits_processors import PROCESSORS, LogitsProcessor
 from jspec.core.parameters import Parameter
 from jspec.core.sampling import FILTERS
@@ -136,7 +139,10 @@ def check_sequences(sequences: Sequence[SequenceParams]) -> None:
 
 
 def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
-    """Raise ValueError if a sequence is too long for the target or names an unknown token."""
+    """Raise ValueError if a sequence does not fit the target.
+
+    It is too long, names an unknown token, or has a logits processor that cannot be traced.
+    """
     for index, sequence in enumerate(sequences):
         total = len(sequence.prompt) + sequence.max_tokens
         if total > target.max_positions:
@@ -152,3 +158,24 @@ def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
                     f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
                     f"{target.vocab_size} tokens; leave it out."
                 )
+        for function in sequence.logits_processors:
+            _check_processor(index, function, target.vocab_size, total)
+
+
+def _check_processor(index: int, function: LogitsProcessor, vocab_size: int, total: int) -> None:
+    """Trace a function of the user alone: an error inside a program would end all sequences."""
+    logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((total,), ()))
+    try:
+        out = jax.eval_shape(function, logits, tokens, length)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"logits_processors of prompt {index}: {shown(function, 60)} raised "
+            f"{type(error).__name__}: {first}; it must be a pure function that JAX can trace."
+        ) from error
+    if getattr(out, "shape", None) != logits.shape or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"logits_processors of prompt {index}: {shown(function, 60)} returned "
+            f"{shown(out, 60)} for logits [{vocab_size}]; return logits of that shape."
+        )

@@ -41,6 +41,7 @@ def certify(
     dtype: str | None = None,
     num_drafts: int | None = None,
     deterministic: bool = False,
+    engine: bool = False,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -53,6 +54,7 @@ def certify(
     Rules: exact distributions by enumeration, and token counts of the compiled program. A
     configuration: the same for its rule, with its own proposal and vocabulary; its drafter's draws
     against the recorded distributions; and its texts, greedy and sampled, against plain decoding.
+    ``engine`` adds the texts of sequences that share slots, pages and prefixes.
 
     Args:
       rules: a name in ``RULES``, a ``Rule``, the dotted path of one, or several of these; () for
@@ -60,12 +62,13 @@ def certify(
       vocab_size: of the compiled rules' rounds; None for 16. Without ``model``.
       tree: of the enumerated drafts, as in ``distribution``. Without ``model``.
       model: of the target, as for ``LLM``; None to certify rules.
-      speculative_config: as for ``LLM``. With ``model``, like all arguments to ``deterministic``.
+      speculative_config: as for ``LLM``. With ``model``, like all arguments to ``engine``.
       prompts: as for ``LLM.generate``; None for jspec's own.
       max_tokens: of each continuation; None for 64.
       dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared; None for 4096.
       deterministic: as for ``LLM``.
+      engine: whether to compare texts in a shared engine with those of each sequence alone.
       temperature: of sampled texts, more than 0. If all four are None: several combinations for
         rules, and 0.8 with ``model``.
       top_k, top_p, min_p: as in ``SamplingParams``; None for its default.
@@ -84,6 +87,7 @@ def certify(
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     run = _set(prompts=prompts, max_tokens=max_tokens, dtype=dtype, num_drafts=num_drafts)
     run |= {"deterministic": True} if deterministic else {}
+    run |= {"engine": True} if engine else {}
     if model is None:
         misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")

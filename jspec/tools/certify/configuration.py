@@ -17,6 +17,7 @@ from jspec.engine.loading import LoadedModel
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams, check_prompt
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
+from jspec.tools.certify.engine_texts import engine_texts
 from jspec.tools.certify.exact import distribution, distributions, rule_of
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.sampled import chi_square
@@ -48,6 +49,7 @@ def of_model(
     dtype: str | None = None,
     num_drafts: int = NUM_DRAFTS,
     deterministic: bool = False,
+    engine: bool = False,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
     """Certify a configuration; return the findings, remarks as ``of_plan``, and the setting.
 
@@ -79,7 +81,7 @@ def of_model(
         for index, prompt in enumerate(_token_ids(build, prompts, max_tokens))
     ]
     options = {"num_drafts": num_drafts, "name": _namer(build), "progress": progress}
-    findings, remarks = of_plan(build.plan, build.params, rows, **options)
+    findings, remarks = of_plan(build.plan, build.params, rows, engine=engine, **options)
     dtypes = {str(x.dtype) for x in jax.tree.leaves(build.params.target) if x.ndim > 1}
     setting = {
         "model": str(build.model.path),
@@ -100,13 +102,15 @@ def of_plan(
     rows: Sequence[SequenceParams],
     *,
     num_drafts: int = NUM_DRAFTS,
+    engine: bool = False,
     name: Callable[[int], str] = str,
     progress: Progress = lambda _: None,
 ) -> tuple[list[Finding], list[str]]:
     """Certify a plan; return the findings, and remarks on checks that were left out.
 
     Rows have a temperature above 0; greedy texts have the same prompts. The draws of ``num_drafts``
-    rounds are compared. ``name`` shows a token to people, ``progress`` receives the name of a step.
+    rounds are compared. ``engine`` adds texts of sequences that share an engine. ``name`` shows a
+    token to people, ``progress`` receives the name of a step.
 
     Raises:
       ValueError: a row does not fit the model.
@@ -130,6 +134,12 @@ def of_plan(
     plan, remark = with_target_noise(plan)
     remarks += [remark] if remark else []
     findings.append(texts(plan, params, rows, name=name))
+    if engine:
+        progress("comparing texts in a shared engine with those alone")
+        mixed = [row for pair in zip(greedy, rows, strict=True) for row in pair]
+        more, new = engine_texts(plan, params, mixed, name=name)
+        findings += more
+        remarks += new
     return findings, remarks
 
 

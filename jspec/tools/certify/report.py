@@ -14,7 +14,7 @@ from jspec.util import atomic_files
 class Finding:
     """One measurement."""
 
-    check: str  # "distribution", "chi-square", "drafter", or "text"
+    check: str  # "distribution", "chi-square", "drafter", "text" or "engine"
     subject: str  # the measured thing, in words
     measured: float  # larger is worse; NaN is a failure
     limit: float  # ``measured`` must stay below it

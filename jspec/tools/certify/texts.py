@@ -37,6 +37,7 @@ class Divergence:
     noise: float = 0.0  # the change of logits between plain passes of different shapes
     most: float = 0.0  # the largest change that rounding can explain
     drawn: bool = False  # whether the two were drawn, not the likeliest
+    sides: tuple[str, str] = ("plain", "speculative")  # what the two texts are
 
     @property
     def ratio(self) -> float:
@@ -51,7 +52,7 @@ class Divergence:
     def words(self, name: Callable[[int], str]) -> str:
         """Describe the divergence in one line; ``name`` shows a token."""
         if self.plain is None or self.speculative is None:
-            longer = "speculative" if self.plain is None else "plain"
+            longer = self.sides[self.plain is None]
             return f"prompt {self.row}: only the {longer} text goes on after token {self.position}"
         verdict = "a near-tie" if self.is_near_tie else "an ERROR"
         if self.noise > self.most:
@@ -61,8 +62,9 @@ class Divergence:
         sign = "<" if self.gap < self.noise else "not <"
         drawn = " with the noise of the draw" * self.drawn
         return (
-            f"prompt {self.row}, token {self.position}: plain {name(self.plain)} (logit "
-            f"{self.logits[0]:.5g}), speculative {name(self.speculative)} ({self.logits[1]:.5g}), "
+            f"prompt {self.row}, token {self.position}: {self.sides[0]} {name(self.plain)} (logit "
+            f"{self.logits[0]:.5g}), {self.sides[1]} {name(self.speculative)} "
+            f"({self.logits[1]:.5g}), "
             f"gap{drawn} {self.gap:.2g} {sign} {self.noise:.2g} of rounding: {verdict}"
         )
 
@@ -81,28 +83,42 @@ def texts(
     plain_plan = Plan(plan.target, NoDrafter(), node_buckets=(1,))
     plain = generate_sequences(plain_plan, Params(params.target), rows)
     speculative, _ = generate_sharing(plan, params, rows, init_shared(plan))
-    broken = [index for index, answer in enumerate(plain) if answer.finish_reason == "error"]
-    pairs = list(zip(plain, speculative, strict=True))
-    divergences = [] if broken else list(_divergences(plan, params, rows, pairs))
-    total = sum(len(answer.tokens) for answer in plain)
-    not_compared = sum(len(plain[each.row].tokens) - each.position for each in divergences)
+    return compared(plan, params, rows, (plain, speculative), ("plain", "speculative"), name)
+
+
+def compared(
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    answers: tuple[Sequence[Answer], Sequence[Answer]],
+    sides: tuple[str, str],
+    name: Callable[[int], str] = str,
+    check: str = "text",
+) -> Finding:
+    """Return the finding on two answers to each row; ``sides`` are their names."""
+    broken = [index for index, each in enumerate(answers[0]) if each.finish_reason == "error"]
+    pairs = list(zip(*answers, strict=True))
+    divergences = [] if broken else list(_divergences(plan, params, rows, pairs, sides))
+    total = sum(len(answer.tokens) for answer in answers[0])
+    not_compared = sum(len(answers[0][each.row].tokens) - each.position for each in divergences)
     temperature = max(row.temperature for row in rows)
     how = f"temperature={temperature:g}" if temperature else "greedy"
+    how, those = (how, "of plain decoding") if check == "text" else (f"{how}, {sides[1]}", "alone")
     rule = plan.rule if isinstance(plan.rule, str) else plan.rule.name
     subject = (
         f"{rule}, {how}: {total - not_compared} of {total} tokens behind {len(rows)} prompts are "
-        "those of plain decoding"
+        f"those {those}"
     )
     if broken:
         note = f"plain decoding of prompt {broken[0]} finds no possible token: is a weight NaN?"
-        return Finding("text", subject, float("nan"), 1.0, note)
+        return Finding(check, subject, float("nan"), 1.0, note)
     divergences.sort(key=lambda each: each.ratio, reverse=True)
     notes = [each.words(name) for each in divergences[:_SHOWN]]
     if len(divergences) > _SHOWN:
         ties = sum(each.is_near_tie for each in divergences[_SHOWN:])
         notes.append(f"{len(divergences) - _SHOWN} more, {ties} of them near-ties")
     largest = divergences[0].ratio if divergences else 0.0
-    return Finding("text", subject, largest, 1.0, "\n".join(notes))
+    return Finding(check, subject, largest, 1.0, "\n".join(notes))
 
 
 def _divergences(
@@ -110,6 +126,7 @@ def _divergences(
     params: Params,
     rows: Sequence[SequenceParams],
     answers: Sequence[tuple[Answer, Answer]],
+    sides: tuple[str, str],
 ) -> Iterator[Divergence]:
     batch = bucket(min(max(len(rows), 2), _MOST_ROWS), smallest=2)
     for index, (row, (plain, speculative)) in enumerate(zip(rows, answers, strict=True)):
@@ -119,7 +136,7 @@ def _divergences(
         if pair is None:
             continue
         if None in pair:
-            yield Divergence(index, position, *pair)
+            yield Divergence(index, position, *pair, sides=sides)
             continue
         size = plan.drafter.tree_size
         logits, noise = scored(plan.target, params, row, plain.tokens, size, batch)
@@ -127,7 +144,7 @@ def _divergences(
         both = tuple(float(here[token]) for token in pair)
         change, most = gap(row, position, here, pair), plausible(logits, params)
         drawn = row.temperature > 0
-        yield Divergence(index, position, *pair, both, change, noise, most, drawn)
+        yield Divergence(index, position, *pair, both, change, noise, most, drawn, sides)
 
 
 def with_target_noise(plan: Plan) -> tuple[Plan, str]:
