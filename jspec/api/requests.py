@@ -10,7 +10,7 @@ from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Mode, Scoring
 from jspec.engine.sequences import SequenceParams
-from jspec.grammar import automata
+from jspec.grammar import outputs
 from jspec.util.buckets import bucket
 
 
@@ -31,13 +31,13 @@ class GenerationRequest:
             # A broken-off text is likelier for being shorter, so it ranks last.
             value = lambda each: (each.finish_reason != "error", each.cumulative_logprob)
             drawn = sorted(drawn, key=value, reverse=True)[: self.params.n]
-        outputs = [each.output(index, detailed) for index, each in enumerate(drawn)]
+        texts = [each.output(index, detailed) for index, each in enumerate(drawn)]
         return RequestOutput(
             request_id=str(self.number),
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
-            outputs=outputs,
-            finished=all(output.finished() for output in outputs),
+            outputs=texts,
+            finished=all(text.finished() for text in texts),
             prompt_logprobs=drawn[0].prompt_logprobs(),
         )
 
@@ -59,11 +59,10 @@ def resolve(
     ``seed`` and ``number`` seed requests without a seed. ``tokenizer`` is None without text.
     """
     ends = frozenset() if params.ignore_eos else eos
-    grammar = None
+    grammar = {}
     if params.structured_outputs:
-        pattern = automata.pattern_of(params.structured_outputs)
         stops = frozenset({*eos, *params.stop_token_ids})
-        grammar = automata.compiled(pattern, tokenizer, stops, vocab_size)
+        grammar = outputs.resolved(params.structured_outputs, tokenizer, stops, vocab_size)
     sequence = SequenceParams(
         prompt=prompt.token_ids,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -75,7 +74,7 @@ def resolve(
         allowed_token_ids=params.allowed_token_ids,
         bad_words=_spellings(params.bad_words, tokenizer),
         logits_processors=params.logits_processors,
-        grammar=grammar,
+        **grammar,
         **params.parameters,
     )
     streams = range(params.num_texts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
-from jspec.grammar import automata
+from jspec.grammar import automata, outputs
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import are_whole, encodes, is_function, is_whole, listed, plain
 
@@ -104,7 +104,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens except the first
     best_of: int | None = None  # texts to draw; the ``n`` of largest ``cumulative_logprob`` return
-    structured_outputs: Any = None  # a grammar of the text, see ``automata.pattern_of``
+    structured_outputs: Any = None  # a grammar of the text, see ``automata.setting_of``
 
     def __init__(self, **given: Any):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -158,7 +158,7 @@ class SamplingParams:
                 f"n={self.n}, and at most {_MOST_TEXTS}."
             )
         if self.structured_outputs:
-            automata.pattern_of(self.structured_outputs)
+            outputs.check(self.structured_outputs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "

@@ -203,6 +203,12 @@ def start(
     if not sequences:
         raise ValueError("sequences=[] is empty; give at least one SequenceParams.")
     check_fit(sequences, plan.target)
+    for index, sequence in enumerate(sequences):
+        if sequence.followed_grammar is not None:
+            raise ValueError(
+                f"the grammar of prompt {index} (structured_outputs) has no automaton, so an "
+                "Engine must follow it; use LLM.generate or generate_sequences."
+            )
     profile, scoring = profile.grown(sequences), profile.scoring
     if scoring is not None:
         scoring.check_fit(plan.target.vocab_size)

@@ -37,18 +37,20 @@ from jspec.engine import admission, answers
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
+from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
-from jspec.engine.plan import Plan
+from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams, check_fit
 from jspec.grammar.automata import Grammar
+from jspec.grammar.followed import Follower
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
-_STEPS = launch, prefill, cancel, admission.join, admission.allocate
+_STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
 Listener = Callable[[Answer], bool]
@@ -66,6 +68,7 @@ class Ticket:
     rounds: int | None = None
     scoring: Scoring | None = None
     num_preemptions: int = 0
+    follower: Follower | None = None  # of a grammar on the host
     is_suspect: bool = False  # of having made a launch fail: it must run alone
     error: Exception | None = None  # that ended it
 
@@ -213,7 +216,9 @@ class Engine:
         self._check_room()
         begun, holding = answers.empty(self.plan.drafter.max_depth), Holding(self.pool, cache_salt)
         rank = priority, next(self._arrivals)
-        ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring)
+        grammar = sequence.followed_grammar
+        follower = None if grammar is None else Follower(grammar)
+        ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring, 0, follower)
         heapq.heappush(self._waiting, ticket)
         self.profile = self.profile.grown([sequence]).scored(scoring)
         return ticket
@@ -227,17 +232,24 @@ class Engine:
             self._leave(ticket)
 
     def run(self, sequences: Iterable[SequenceParams], **options: Any) -> list[Answer]:
-        """Submit sequences with ``options`` of ``submit``; return their answers, in order."""
+        """Submit sequences with ``options`` of ``submit``; return their answers, in order.
+
+        Raises:
+          Exception: that ended a sequence; all have ended then.
+        """
         tickets = [self.submit(sequence, **options) for sequence in sequences]
         while not all(ticket.finished for ticket in tickets):
             self.step()
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
         return [ticket.answer for ticket in tickets]
 
     def step(self) -> None:
         """Admit, dispatch one launch, and read the one before it."""
         try:
             self._step()
-        except Exception as error:
+        except jax.errors.JaxRuntimeError as error:  # of the device, or of a function on the host
             self._recover(error)
         except BaseException:  # such as Ctrl-C, inside a call that had consumed its inputs
             if self._has_lost:
@@ -247,6 +259,9 @@ class Engine:
     def _step(self) -> None:
         self._tell_leaving()
         self._admit()
+        if self._follows:
+            self._read_all_but(0)  # the host must know the texts
+            self._tell_leaving()
         rounds = self._rounds
         self._grow(rounds)
         is_running = any(self._slots)
@@ -463,6 +478,8 @@ class Engine:
     @property
     def _rounds(self) -> int:
         """Return the most rounds of the next launch."""
+        if self._follows:
+            return 1
         running = [ticket for ticket in self._slots if ticket is not None]
         rounds = (ticket.rounds or self._running.rounds for ticket in running)
         rounds = min(rounds, default=self._running.rounds)
@@ -498,12 +515,42 @@ class Engine:
         state = self._state if self.pool is None else self.pool.lend(self._state)
         inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
         table = self._table_of(self._slots)
-        self.shared, state, ran = launch(pace.plan, profile, *inputs, table, pace.budget)
+        if self._follows:
+            self.shared, state, ran = self._followed(pace.plan, profile, state, table)
+            self._is_alone = False
+        else:
+            self.shared, state, ran = launch(pace.plan, profile, *inputs, table, pace.budget)
         self._state = state if self.pool is None else self.pool.take_back(state)
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         begin = time.perf_counter() if self._is_alone else None
         self._unread.append(_Dispatched(ran, [*self._slots], most_tokens, pace, begin))
         self._is_alone = True
+
+    @property
+    def _follows(self) -> bool:
+        """True if the host follows the grammar of a row."""
+        return any(ticket is not None and ticket.follower for ticket in self._slots)
+
+    def _followed(
+        self, plan: RoundPlan, profile: Profile, state: DecodeState, table: np.ndarray | None
+    ) -> tuple[Shared, DecodeState, Launch]:
+        """Run a round in two programs; in between the host makes masks for the draft."""
+        inputs = self.params, self._request, self.shared
+        state, halfway = draft_alone(plan, *inputs, state, table)
+        draft = halfway.whole
+        tokens, parents, valid = jax.device_get((draft.tokens, draft.parents, draft.valid))
+        parents = np.broadcast_to(parents, tokens.shape)
+        used = np.array([ticket is not None and bool(ticket.follower) for ticket in self._slots])
+        words = -(-self.plan.target.vocab_size // 32)
+        bits = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
+        for slot in np.flatnonzero(used):
+            ticket = self._slots[slot]
+            nodes = tokens[slot], parents[slot], valid[slot]
+            try:
+                bits[slot] = ticket.follower.masks(ticket.answer.tokens, *nodes)
+            except ValueError as error:
+                self._fail(ticket, error)
+        return verify_alone(plan, profile, *inputs, state, halfway, bits, used, table)
 
     def _read_all_but(self, count: int) -> None:
         """Read launches until ``count`` are left, which are the last ones."""
@@ -534,8 +581,11 @@ class Engine:
 
     def _brought(self, dispatched: _Dispatched) -> Launch:
         """Bring a launch to the host; learn what it took, if it was seen to begin and to end."""
-        is_late = dispatched.launch.rounds.is_ready()
-        ran, end = jax.device_get(dispatched.launch), time.perf_counter()
+        try:
+            is_late = dispatched.launch.rounds.is_ready()
+            ran, end = jax.device_get(dispatched.launch), time.perf_counter()
+        except ValueError as error:  # ``is_ready`` of a launch that failed
+            raise jax.errors.JaxRuntimeError(str(error)) from error
         if self._pacing is not None:
             begin, seconds = dispatched.begin, None
             if begin is not None and self._last_end is not None and not is_late:

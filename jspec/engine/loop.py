@@ -165,7 +165,15 @@ def _round(
     plan: RoundPlan, params: Params, request: Request, budget: Budget | None, carry: Carry
 ) -> Carry:
     """Run one round."""
-    shared, state, ran = carry
+    draft, memory = first_half(plan, params, request, *carry[:2])
+    carry = carry[0], carry[1].replace(memory=memory), carry[2]
+    return second_half(plan, params, request, budget, carry, draft)
+
+
+def first_half(
+    plan: RoundPlan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Draft, Memory]:
+    """Run the first half of a round; return the draft, and the drafter's memory."""
     batch = state.done.shape[0]
 
     # Draft N nodes per sequence, root included, parents before children.
@@ -178,7 +186,21 @@ def _round(
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), batch)
     draft = token_fsm.prune(request.sampling.automaton, state.history, draft, tree)
     draft = token_fsm.force(request.sampling.automaton, state.history, draft)
-    draft = trim_draft(request, state.history, draft, tree, state.done)
+    return trim_draft(request, state.history, draft, tree, state.done), memory
+
+
+def second_half(
+    plan: RoundPlan,
+    params: Params,
+    request: Request,
+    budget: Budget | None,
+    carry: Carry,
+    draft: Draft,
+) -> Carry:
+    """Run the second half of a round: verify a draft, and commit what is accepted."""
+    shared, state, ran = carry
+    batch = state.done.shape[0]
+    tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), batch)
     if budget is not None:
         draft = budget.cut(plan.passes(batch), draft, tree, state.done)
 
@@ -192,6 +214,7 @@ def _round(
     # Commit the accepted path and drop the rest.
     with jax.named_scope("commit"):
         history, verdict, ended = extend_history(request, state.history, draft, verdict)
+        memory = state.memory
         learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
         memory, shared = shape_checks.check_update(plan.drafter, learned)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)

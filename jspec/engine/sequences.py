@@ -12,6 +12,7 @@ from jspec.core.parameters import Parameter
 from jspec.core.sampling import FILTERS
 from jspec.core.types import Target
 from jspec.grammar.automata import Grammar
+from jspec.grammar.followed import FollowedGrammar
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, is_function, is_real, is_whole, listed
 
@@ -55,6 +56,8 @@ class SequenceParams(_Parameters):
     bad_words: tuple[tuple[int, ...], ...] = ()  # phrases of token ids
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: Grammar | None = None  # from ``automata.compiled``; None for any text
+    # From ``followed.followed``: a grammar without an automaton, for an engine alone.
+    followed_grammar: FollowedGrammar | None = None
 
     def __post_init__(self):
         for name in _LISTS:
@@ -66,7 +69,8 @@ class SequenceParams(_Parameters):
         ids = "token ids"
         up_to_all = is_whole(self.max_tokens) and is_whole(self.min_tokens, 0, self.max_tokens)
         are_functions = all(map(is_function, self.logits_processors))
-        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
+        is_grammar = isinstance(self.grammar, Grammar | None)
+        is_followed = isinstance(self.followed_grammar, FollowedGrammar | None)
         for name, holds, words in (
             ("prompt", are_whole(self.prompt), ids),
             ("max_tokens", is_whole(self.max_tokens, 1), "at least 1"),
@@ -80,6 +84,7 @@ class SequenceParams(_Parameters):
             ("bad_words", all(map(_is_phrase, self.bad_words)), "runs of at least one token"),
             ("logits_processors", are_functions, "functions that can be hashed"),
             ("grammar", is_grammar, "what jspec.grammar.automata.compiled(...) returns, or None"),
+            ("followed_grammar", is_followed, "a FollowedGrammar, or None"),
         ):
             if not holds:
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be {words}.")
@@ -93,7 +98,7 @@ class SequenceParams(_Parameters):
                 "min_tokens=0."
             )
         clash = next((name for name in _MAY_LEAVE_NO_TOKEN if getattr(self, name)), None)
-        if self.grammar is not None and clash:
+        if clash and (self.grammar or self.followed_grammar):
             raise ValueError(
                 f"{clash}={shown(getattr(self, clash))} and a grammar (structured_outputs) may "
                 "leave no token at all; leave one of the two out."

@@ -9,7 +9,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from jspec.grammar import schemas
 from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 
-KINDS = ("json", "regex", "choice", "json_object")
+KINDS = ("json", "regex", "choice", "json_object", "grammar", "structural_tag")
+AUTOMATIC = frozenset(KINDS[:4])  # of which automata are made
 # Ends every text, so that no text matches before its end. Otherwise outlines-core's index drops
 # paths between a match and a longer match. It begins every text too: the library also builds the
 # automaton of a search, in which a match may begin at every quote inside a string.
@@ -39,12 +40,12 @@ class Grammar:
     forbids: np.ndarray  # bool [S], whether ``listed`` holds forbidden ids
 
 
-def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
-    """Return the regular expression of a ``structured_outputs`` setting; raise ValueError.
+def setting_of(outputs: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """Return a ``structured_outputs`` setting as a dict of one key; raise ValueError.
 
-    It is {"json": schema (dict or text)}, {"regex": text}, {"choice": [texts]} or
-    {"json_object": True}, or an object with one such attribute, like vLLM's
-    ``StructuredOutputsParams``.
+    It is {"json": schema (dict or text)}, {"regex": text}, {"choice": [texts]},
+    {"json_object": True}, {"grammar": EBNF or Lark} or {"structural_tag": JSON}, or an object with
+    one such attribute, like vLLM's ``StructuredOutputsParams``.
     """
     if not isinstance(outputs, Mapping) and hasattr(outputs, "__dict__"):
         outputs = vars(outputs)
@@ -59,19 +60,46 @@ def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
             "are not supported."
         )
     ((kind, value),) = kinds.items()
-    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if kind == "regex" and isinstance(value, str) and value:
+    if not _FORMS[kind](value):
+        raise ValueError(
+            f"structured_outputs={{{kind!r}: {shown(value)}}} must be a schema (json), a text that "
+            "is not empty (regex, grammar), a list of such texts (choice), True (json_object), or "
+            "JSON (structural_tag)."
+        )
+    return kinds
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_texts(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and len(value) > 0 and all(map(_is_text, value))
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "json": lambda value: isinstance(value, str | Mapping),
+    "regex": _is_text,
+    "choice": _are_texts,
+    "json_object": lambda value: value is True,
+    "grammar": _is_text,
+    "structural_tag": lambda value: isinstance(value, str | Mapping),
+}
+
+
+def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
+    """Return the regular expression of a setting of ``AUTOMATIC``, as of ``setting_of``.
+
+    Raises:
+      ValueError: it is malformed, or no regular expression describes it.
+    """
+    ((kind, value),) = setting_of(outputs).items()
+    if kind == "regex":
         return _encodable(value)
-    if kind == "choice" and is_list and all(isinstance(text, str) and text for text in value):
+    if kind == "choice":
         return _encodable("|".join(map(_literally, value)))
-    if kind == "json_object" and value is True:
-        return _of_schema({"type": "object"})
-    if kind == "json" and isinstance(value, str | Mapping):
-        return _of_schema(value)
-    raise ValueError(
-        f"structured_outputs={{{kind!r}: {shown(value)}}} must be a schema (json), a text that is "
-        "not empty (regex), a list of such texts (choice), or True (json_object)."
-    )
+    return _of_schema({"type": "object"} if kind == "json_object" else value)
 
 
 def _encodable(pattern: str) -> str:

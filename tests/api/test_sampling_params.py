@@ -164,7 +164,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
             {"logits_processors": [Unhashable()]},
             "logits_processors=[Unhashable()] must be a list of hashable functions.",
         ),
-        ({"structured_outputs": {"grammar": "x"}}, "must hold one of json, regex, choice, json_ob"),
+        ({"structured_outputs": {"lark": "x"}}, "must hold one of json, regex, choice, json_ob"),
         ({"logprobs": -2}, "logprobs=-2 must be None, -1 or a whole number of at least 0."),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 must be None, -1 or"),
         (

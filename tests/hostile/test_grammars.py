@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jspec import SamplingParams
 from jspec.checkpoints import checkpoint
-from jspec.grammar import automata
+from jspec.grammar import automata, outputs
 from jspec.util.messages import shown
 from tests import llm_fixtures
 from tests.hostile.junk import anything, few, nested, refused
@@ -73,8 +73,6 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
 @pytest.mark.parametrize(
     "schema",
     [
-        DEEP,
-        WIDE,
         "[" * 100_000,
         "{",
         "",
@@ -82,7 +80,6 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         "[]",
         "true",
         {"not": {}},
-        {"$ref": "#"},
         {"$ref": "#/$defs/a"},
         {"$ref": "http://localhost:9/x.json"},
         {"$ref": "file:///etc/passwd"},
@@ -97,6 +94,18 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
 )
 def test_huge_or_invalid_schemas_raise(soon, schema):
     assert refused(SamplingParams, structured_outputs={"json": schema})
+
+
+@pytest.mark.parametrize("schema", [DEEP, WIDE], ids=["deep", "wide"])
+def test_huge_schemas_are_followed_on_the_host(soon, tokenizer, schema):
+    assert "cannot be followed" in refused(automata.pattern_of, {"json": schema})
+    grammar = outputs.resolved({"json": schema}, tokenizer, END, 320)
+    assert grammar.keys() == {"followed_grammar"}
+
+
+def test_a_schema_that_allows_nothing_is_refused(tokenizer):
+    message = refused(outputs.resolved, {"json": {"$ref": "#"}}, tokenizer, END, 320)
+    assert "contains itself by $ref '#'" in message
 
 
 def test_too_many_states_raise(tokenizer, monkeypatch):

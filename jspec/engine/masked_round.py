@@ -1,0 +1,97 @@
+"""One round in two programs, between which the host makes masks for the draft.
+
+A grammar without an automaton (``jspec.grammar.followed``) is followed on the host. It must see the
+drafted tokens before the target's logits are judged.
+"""
+
+import functools
+
+import jax
+import numpy as np
+from flax import struct
+
+from jspec.core import logits_processors, trees
+from jspec.core.branches import Branches
+from jspec.core.logits_processors import NodeMasks
+from jspec.core.types import Array, Draft, Params, Request, Shared
+from jspec.engine import launches
+from jspec.engine.launches import Launch, Profile
+from jspec.engine.loop import DecodeState, first_half, second_half
+from jspec.engine.plan import RoundPlan
+
+
+@struct.dataclass
+class Halfway:
+    """A draft between the programs of a round. Static parents stay static."""
+
+    draft: Draft
+    parents: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of(cls, draft: Draft) -> "Halfway":
+        """Return what a program may return of a draft."""
+        if isinstance(draft.parents, np.ndarray) and draft.parents.ndim == 1:
+            return cls(draft.replace(parents=None), tuple(draft.parents.tolist()))
+        return cls(draft)
+
+    @property
+    def whole(self) -> Draft:
+        """The draft."""
+        if self.parents is None:
+            return self.draft
+        return self.draft.replace(parents=np.array(self.parents, np.int32))
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def draft_alone(
+    plan: RoundPlan,
+    params: Params,
+    request: Request,
+    shared: Shared,
+    state: DecodeState,
+    table: Array | None = None,
+) -> tuple[DecodeState, Halfway]:
+    """Run the first half of a round, for ``verify_alone``; consumes ``state``.
+
+    Arguments are those of ``launch``.
+    """
+    state = state.attached(table)
+    draft, memory = first_half(plan, params, request, shared, state)
+    state = state.replace(memory=memory)
+    return state if table is None else state.detached(), Halfway.of(draft)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("plan", "profile"), donate_argnames=("shared", "state")
+)
+def verify_alone(
+    plan: RoundPlan,
+    profile: Profile,
+    params: Params,
+    request: Request,
+    shared: Shared,
+    state: DecodeState,
+    halfway: Halfway,
+    bits: Array,
+    used: Array,
+    table: Array | None = None,
+) -> tuple[Shared, DecodeState, Launch]:
+    """Run the second half of a round, under masks that the host made for the draft.
+
+    Arguments are those of ``launch``, and:
+
+    Args:
+      halfway: from ``draft_alone``.
+      bits: uint32 [B, N, W], tokens that may follow each node; see ``NodeMasks``.
+      used: bool [B], rows that have such masks.
+    """
+    state, draft = state.attached(table), halfway.whole
+    tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(used))
+    masks = NodeMasks.of_draft(bits, used, Branches.of_draft(state.history, draft, tree))
+    carry = shared, state, launches.empty(profile, plan.drafter, state.history)
+    settings = logits_processors.masked(request.sampling.processors, masks)
+    request = request.replace(sampling=request.sampling.replace(processors=settings))
+    shared, state, ran = second_half(plan, params, request, None, carry, draft)
+    state = state if table is None else state.detached()
+    ran = launches.ended(ran, profile, plan.drafter, state.history, state.done, state.num_cached)
+    return shared, state, ran

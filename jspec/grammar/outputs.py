@@ -1,0 +1,51 @@
+"""``structured_outputs``: an automaton on the device, or a grammar that the host follows.
+
+An automaton costs nothing in a round, so it comes first. Where none fits, the host follows.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from jspec.grammar import automata, followed
+
+
+def check(outputs: Any) -> None:
+    """Raise ValueError if no way takes a setting; the error is that of the automaton."""
+    given = automata.setting_of(outputs)
+    _first(given, lambda: automata.pattern_of(given), lambda: followed.source_of(given))
+
+
+def resolved(
+    outputs: Any, tokenizer: Any, ends: frozenset[int], vocab_size: int
+) -> dict[str, automata.Grammar | followed.FollowedGrammar]:
+    """Return the grammar of a setting, as a field of ``SequenceParams``.
+
+    Args:
+      outputs: as of ``automata.setting_of``.
+      tokenizer: of the target, from transformers.
+      ends: tokens that end a text.
+      vocab_size: of the target.
+
+    Raises:
+      ValueError: no way takes the setting.
+    """
+    given = automata.setting_of(outputs)
+    known = tokenizer, ends, vocab_size
+    return _first(
+        given,
+        lambda: {"grammar": automata.compiled(automata.pattern_of(given), *known)},
+        lambda: {"followed_grammar": followed.followed(given, *known)},
+    )
+
+
+def _first(given: dict[str, Any], on_device: Callable[[], Any], on_host: Callable[[], Any]) -> Any:
+    """Return the result of the first way that takes a setting; its error is the first one."""
+    if not automata.AUTOMATIC.isdisjoint(given):
+        try:
+            return on_device()
+        except ValueError as error:
+            with contextlib.suppress(ValueError):
+                return on_host()
+            raise error from None
+    return on_host()
