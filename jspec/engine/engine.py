@@ -22,6 +22,7 @@ import dataclasses
 import heapq
 import itertools
 import queue
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
+_STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
@@ -249,10 +251,11 @@ class Engine:
         """Admit, dispatch one launch, and read the one before it."""
         try:
             self._step()
-        except jax.errors.JaxRuntimeError as error:  # of the device, or of a function on the host
-            self._recover(error)
-        except BaseException:  # such as Ctrl-C, inside a call that had consumed its inputs
-            if self._has_lost:
+        except BaseException as error:
+            if _is_of_device(error):
+                self._recover(error)
+                return
+            if self._has_lost:  # Ctrl-C inside a call that had consumed its inputs
                 self._start_again()
             raise
 
@@ -581,11 +584,8 @@ class Engine:
 
     def _brought(self, dispatched: _Dispatched) -> Launch:
         """Bring a launch to the host; learn what it took, if it was seen to begin and to end."""
-        try:
-            is_late = dispatched.launch.rounds.is_ready()
-            ran, end = jax.device_get(dispatched.launch), time.perf_counter()
-        except ValueError as error:  # ``is_ready`` of a launch that failed
-            raise jax.errors.JaxRuntimeError(str(error)) from error
+        is_late = dispatched.launch.rounds.is_ready()
+        ran, end = jax.device_get(dispatched.launch), time.perf_counter()
         if self._pacing is not None:
             begin, seconds = dispatched.begin, None
             if begin is not None and self._last_end is not None and not is_late:
@@ -674,6 +674,12 @@ def _release_programs() -> None:
     for step in _STEPS:
         if step._cache_size() > _MOST_PROGRAMS:
             step.clear_cache()
+
+
+def _is_of_device(error: BaseException) -> bool:
+    """Return whether a program failed while it ran; later uses of its results say so too."""
+    is_status = isinstance(error, ValueError) and _STATUS.match(str(error))
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(is_status)
 
 
 def _fault(error: Exception) -> RuntimeError:
