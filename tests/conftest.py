@@ -42,6 +42,14 @@ def pytest_configure(config):
         jax.config.update(name, value)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs_stay():
+    """Let no engine release programs: tests count those that they compile."""
+    from jspec.engine import engine
+
+    engine._MOST_PROGRAMS = 10**6
+
+
 def pytest_collection_finish():
     """Exclude the collected tests from garbage collection, which tracing triggers often."""
     gc.collect()

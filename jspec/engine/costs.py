@@ -24,17 +24,22 @@ class Costs:
 
     Args:
       kinds: (length, nodes) of n kinds, ascending for every length.
+
+    Attributes:
+      seconds: the estimates, [n].
     """
 
     def __init__(self, kinds: list[tuple[int, int]]):
         self.kinds = kinds
-        self._lengths, nodes = np.array(kinds, float).T
-        shares = nodes / nodes.max(), self._lengths / max(self._lengths.max(), 1)
+        lengths, nodes = np.array(kinds, float).T
+        shares = nodes / nodes.max(), lengths / max(lengths.max(), 1)
+        self._of_length = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
         self._features = np.stack([np.ones(len(kinds)), *shares])
         self._shape = _MEAN @ self._features
         scaled = _DEVIATION[:, None] * self._features
         self._prior = scaled.T @ scaled + _ALONE**2 * np.eye(len(kinds))
         self._mean, self._covariance = np.zeros(len(kinds)), np.zeros_like(self._prior)
+        self.seconds = self._mean
 
     @property
     def is_known(self) -> bool:
@@ -45,16 +50,6 @@ class Costs:
     def doubt(self) -> np.ndarray:
         """Standard deviations of ``seconds``, [n]."""
         return np.sqrt(np.diag(self._covariance))
-
-    @property
-    def seconds(self) -> np.ndarray:
-        """The estimates, [n]."""
-        ascending = self._mean.copy()
-        for length in np.unique(self._lengths):
-            kinds = self._lengths == length
-            weights = 1 / np.diag(self._covariance)[kinds]
-            ascending[kinds] = isotonic_regression(ascending[kinds], weights=weights).x
-        return ascending
 
     @property
     def hopeful(self) -> np.ndarray:
@@ -79,7 +74,15 @@ class Costs:
         is_surprise = bool(abs(surprise) > limit)
         if is_surprise:
             self._drift(_CHANGE)
+        self.seconds = self._ascending()
         return is_surprise
+
+    def _ascending(self) -> np.ndarray:
+        ascending = self._mean.copy()
+        for kinds in self._of_length:
+            weights = 1 / np.diag(self._covariance)[kinds]
+            ascending[kinds] = isotonic_regression(ascending[kinds], weights=weights).x
+        return ascending
 
     def _drift(self, share: float) -> None:
         unit = self._mean @ self._shape / (self._shape @ self._shape)

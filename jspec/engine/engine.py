@@ -173,6 +173,7 @@ class Engine:
         self._running = self.profile  # that ``_request`` has
         if pool is not None:
             pool.engines.add(self)
+        _release_programs()
 
     @property
     def is_idle(self) -> bool:
@@ -434,8 +435,9 @@ class Engine:
             members = [*self._slots]
             members[slots[0]] = tickets[0]
             self._join_batch(members, intake.state, slots[0])
+        if self._running != self.profile:
+            _release_programs()
         self._running = self.profile
-        _release_programs()
         for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
             self._slots[slot] = ticket
             if self._pacing is not None:
@@ -670,7 +672,10 @@ class Engine:
 
 
 def _release_programs() -> None:
-    """Release the programs of a step if there are many: few are in use, and these compile again."""
+    """Release the programs of a step if there are many: few are in use, and these compile again.
+
+    Engines ask for it before they compile: when they are made, and when their profile has changed.
+    """
     for step in _STEPS:
         if step._cache_size() > _MOST_PROGRAMS:
             step.clear_cache()
