@@ -45,7 +45,7 @@ from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams, check_fit
 from jspec.grammar.automata import Grammar
-from jspec.grammar.followed import Follower
+from jspec.grammar.followed import Follower, num_words
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
@@ -546,7 +546,7 @@ class Engine:
         tokens, parents, valid = jax.device_get((draft.tokens, draft.parents, draft.valid))
         parents = np.broadcast_to(parents, tokens.shape)
         used = np.array([ticket is not None and bool(ticket.follower) for ticket in self._slots])
-        words = -(-self.plan.target.vocab_size // 32)
+        words = num_words(self.plan.target.vocab_size)
         bits = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
         for slot in np.flatnonzero(used):
             ticket = self._slots[slot]

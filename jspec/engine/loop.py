@@ -165,15 +165,15 @@ def _round(
     plan: RoundPlan, params: Params, request: Request, budget: Budget | None, carry: Carry
 ) -> Carry:
     """Run one round."""
-    draft, memory = first_half(plan, params, request, *carry[:2])
+    draft, tree, memory = first_half(plan, params, request, *carry[:2])
     carry = carry[0], carry[1].replace(memory=memory), carry[2]
-    return second_half(plan, params, request, budget, carry, draft)
+    return second_half(plan, params, request, budget, carry, draft, tree)
 
 
 def first_half(
     plan: RoundPlan, params: Params, request: Request, shared: Shared, state: DecodeState
-) -> tuple[Draft, Memory]:
-    """Run the first half of a round; return the draft, and the drafter's memory."""
+) -> tuple[Draft, Tree, Memory]:
+    """Run the first half of a round; return the draft, its tree, and the drafter's memory."""
     batch = state.done.shape[0]
 
     # Draft N nodes per sequence, root included, parents before children.
@@ -186,7 +186,7 @@ def first_half(
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), batch)
     draft = token_fsm.prune(request.sampling.automaton, state.history, draft, tree)
     draft = token_fsm.force(request.sampling.automaton, state.history, draft)
-    return trim_draft(request, state.history, draft, tree, state.done), memory
+    return trim_draft(request, state.history, draft, tree, state.done), tree, memory
 
 
 def second_half(
@@ -196,13 +196,12 @@ def second_half(
     budget: Budget | None,
     carry: Carry,
     draft: Draft,
+    tree: Tree,
 ) -> Carry:
     """Run the second half of a round: verify a draft, and commit what is accepted."""
     shared, state, ran = carry
-    batch = state.done.shape[0]
-    tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), batch)
     if budget is not None:
-        draft = budget.cut(plan.passes(batch), draft, tree, state.done)
+        draft = budget.cut(plan.passes(state.done.shape[0]), draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
     out, verdict, passed = _verify(plan, params, request, state, draft, tree)

@@ -56,7 +56,7 @@ def draft_alone(
     Arguments are those of ``launch``.
     """
     state = state.attached(table)
-    draft, memory = first_half(plan, params, request, shared, state)
+    draft, _, memory = first_half(plan, params, request, shared, state)
     state = state.replace(memory=memory)
     return state if table is None else state.detached(), Halfway.of(draft)
 
@@ -91,7 +91,7 @@ def verify_alone(
     carry = shared, state, launches.empty(profile, plan.drafter, state.history)
     settings = logits_processors.masked(request.sampling.processors, masks)
     request = request.replace(sampling=request.sampling.replace(processors=settings))
-    shared, state, ran = second_half(plan, params, request, None, carry, draft)
+    shared, state, ran = second_half(plan, params, request, None, carry, draft, tree)
     state = state if table is None else state.detached()
     ran = launches.ended(ran, profile, plan.drafter, state.history, state.done, state.num_cached)
     return shared, state, ran

@@ -18,6 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from jspec.grammar.automata import token_bytes
 from jspec.util.messages import shown
 
+_MALFORMED = ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError
 _WORD = 32  # tokens of a word of a mask
 # JSON as the automata have it: a space at most between its symbols, and oneOf as anyOf.
 _AS_OURS = {"whitespace_pattern": "[ ]?", "coerce_one_of": True}
@@ -31,10 +32,10 @@ class FollowedGrammar:
     ends: frozenset[int]  # tokens that end a text
     vocab_size: int
 
-    @property
-    def num_words(self) -> int:
-        """The width W of a mask."""
-        return -(-self.vocab_size // _WORD)
+
+def num_words(vocab_size: int) -> int:
+    """Return the width W of a mask."""
+    return -(-vocab_size // _WORD)
 
 
 def source_of(outputs: Mapping[str, Any]) -> str:
@@ -58,7 +59,7 @@ def source_of(outputs: Mapping[str, Any]) -> str:
             source = llguidance.grammar_from("grammar", value)
         else:
             source = _of_tags(json.loads(_text_of(value)))
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ValueError(_refused(outputs, error)) from None
     error = matcher.validate_grammar(source, None)
     if error:
@@ -75,7 +76,9 @@ def _of_tags(given: Mapping[str, Any]) -> str:
     tags = []
     for structure in given["structures"]:
         begin = structure["begin"]
-        trigger = next(trigger for trigger in given["triggers"] if begin.startswith(trigger))
+        trigger = next(filter(begin.startswith, given["triggers"]), None)
+        if trigger is None:
+            raise ValueError(f"begin={shown(begin)} starts with none of the triggers")
         options = dict(trigger=trigger, begin=begin, end=structure["end"])
         tags.append(llguidance.StructTag(grammar=structure["schema"], **options))
     if not tags:
@@ -172,7 +175,7 @@ class Follower:
         self._read = len(text)
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be followed further: {matcher.stop_reason()}.")
-        allowed = np.full((len(tokens), self._grammar.num_words), -1, np.int32)
+        allowed = np.full((len(tokens), num_words(self._grammar.vocab_size)), -1, np.int32)
         for node in np.flatnonzero(valid):
             branch = _branch(tokens, parents, node)
             count = matcher.try_consume_tokens(branch)

@@ -234,6 +234,13 @@ def test_settings_without_an_automaton_are_followed(tmp_path_factory, outputs, b
         ({"grammar": "root ::= ("}, "cannot be followed: "),
         ({"grammar": 3}, "must be a schema"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "it holds no structure"),
+        (
+            {"structural_tag": TAGS | {"triggers": ["<g>"]}},
+            "'<f>' starts with none of the triggers",
+        ),
+        ({"structural_tag": TAGS | {"structures": [{"begin": 1}]}}, "cannot be followed"),
+        ({"structural_tag": TAGS | {"triggers": [""]}}, "trigger must not be empty"),
+        ({"structural_tag": "[1]"}, "cannot be followed"),
         ({"json": {"$ref": "#/$defs/missing"}}, "the JSON schema cannot be followed"),
     ],
 )

@@ -53,10 +53,10 @@ def engine_texts(
         return compared(plan, params, rows, (alone, answers), ("alone", how), name, "engine")
 
     if not pages.reads_pages(plan):
-        engine = Engine(plan, params, num_slots=_SLOTS, capacity=capacity)
+        only = Engine(plan, params, num_slots=_SLOTS, capacity=capacity)
         part = f"{type(plan.target).__name__} with {type(plan.drafter).__name__}"
         remarks.append(f"{part} reads no pages: prefixes and preemptions were not compared.")
-        return [finding("batched", _arriving(engine, rows))], remarks
+        return [finding("batched", _arriving(only, rows))], remarks
 
     def engine() -> Engine:
         pool = Pool(plan, params, num_pages=-(-capacity // PAGE_SIZE) * len(rows) + 1)

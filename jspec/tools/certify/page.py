@@ -15,6 +15,7 @@ _MEANINGS = {
     "by their quantile in the recorded distribution, alone and in pairs.",
     "text": "text: the largest gap at which texts diverge, in units of the rounding noise\n"
     "that was measured for this dtype; 0 where none do.",
+    "engine": "engine: the same, between sequences that share an engine and each one alone.",
 }
 
 
@@ -40,7 +41,7 @@ def page(report: Report) -> Table:
 
 def _words(finding: Finding) -> Text:
     words = Text(finding.subject)
-    if finding.note and (not finding.passed or finding.check == "text"):
+    if finding.note and (not finding.passed or finding.check in ("text", "engine")):
         words.append(f"\n{finding.note}", "yellow" if finding.passed else "red")
     return words
 
