@@ -124,8 +124,8 @@ def of_text(text: np.ndarray, count: int) -> list[SequenceParams]:
 
 
 def of_questions(path: Path, target: LoadedModel, count: int) -> list[SequenceParams]:
-    """Return the first questions of every category in turn, as chats."""
-    by_category = collections.defaultdict(list)
+    """Return the first questions of every category in turn, as chats of up to 64 to 192 tokens."""
+    random, by_category = np.random.default_rng(1), collections.defaultdict(list)
     for question in read([path]):
         by_category[question.category].append(question.turns[0])
     turns = itertools.chain(*itertools.zip_longest(*by_category.values()))
@@ -134,10 +134,10 @@ def of_questions(path: Path, target: LoadedModel, count: int) -> list[SequencePa
         chat = [{"role": "user", "content": next(prompts)}]
         encoded = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         ids = tuple(getattr(encoded, "input_ids", encoded))
-        if len(ids) <= _LENGTH - 128:
-            stops = tuple(loading.text_ends(target))
+        if len(ids) <= _LENGTH - 192:
+            stops, tokens = tuple(loading.text_ends(target)), int(random.integers(64, 192))
             stream = len(result)
-            result.append(SequenceParams(ids, 128, stop_token_ids=stops, stream=stream))
+            result.append(SequenceParams(ids, tokens, stop_token_ids=stops, stream=stream))
     return result
 
 

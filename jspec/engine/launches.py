@@ -27,7 +27,8 @@ class Launch:
     start: Array  # [B] int32, length of the history before the launch
     rounds: Array  # [] int32, rounds that ran
     accepted: Array  # [R, B] int32, accepted draft tokens; -1 where the row did not run
-    drafted: Array  # [R, B] int32, drafted tokens
+    proposed: Array  # [R, B] int32, drafted tokens before the verification budget
+    drafted: Array  # [R, B] int32, drafted tokens that were verified
     passed: Array  # [R] int32, nodes that the target's matmuls ran over
     nodes: Nodes | None  # None: not asked for
     logprobs: Logprobs | None  # of ``tokens``; None: not asked for
@@ -46,7 +47,8 @@ def empty(profile: Profile, drafter: Rounds, history: History) -> Launch:
     size = profile.rounds * (drafter.max_depth + 1)
     scores = None if profile.scoring is None else profile.scoring.empty(batch, size)
     passed = jnp.zeros(profile.rounds, jnp.int32)
-    return Launch(history.length, jnp.int32(0), unset(), unset(), passed, nodes, scores)
+    counts = unset(), unset(), unset(), passed
+    return Launch(history.length, jnp.int32(0), *counts, nodes, scores)
 
 
 def score(
@@ -71,11 +73,16 @@ def score(
     return launch.replace(logprobs=logprobs.write(old, new, history.length - launch.start))
 
 
-def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict, passed: Array) -> Launch:
-    """Add a round; ``verdict`` is clipped at the ends of texts."""
+def record(
+    launch: Launch, proposed: Draft, draft: Draft, tree: Tree, verdict: Verdict, passed: Array
+) -> Launch:
+    """Add a round; ``verdict`` is clipped at the ends of texts.
+
+    ``proposed`` is the draft before the verification budget, and ``draft`` after it.
+    """
     ran = verdict.num_emitted > 0
+    count = lambda part: jnp.where(ran, part.valid[:, 1:].sum(1, dtype=jnp.int32), 0)
     put = lambda buffer, values: buffer.at[launch.rounds].set(values, mode="drop")
-    drafted = jnp.where(ran, draft.valid[:, 1:].sum(1, dtype=jnp.int32), 0)
     nodes = launch.nodes
     if nodes is not None:
         valid = draft.valid & ran[:, None]
@@ -84,7 +91,8 @@ def record(launch: Launch, draft: Draft, tree: Tree, verdict: Verdict, passed: A
     return launch.replace(
         rounds=launch.rounds + 1,
         accepted=put(launch.accepted, verdict.num_emitted - 1),
-        drafted=put(launch.drafted, drafted),
+        proposed=put(launch.proposed, count(proposed)),
+        drafted=put(launch.drafted, count(draft)),
         passed=put(launch.passed, passed),
         nodes=nodes,
     )

@@ -199,7 +199,7 @@ def second_half(
     tree: Tree,
 ) -> Carry:
     """Run the second half of a round: verify a draft, and commit what is accepted."""
-    shared, state, ran = carry
+    (shared, state, ran), proposed = carry, draft
     if budget is not None:
         draft = budget.cut(plan.passes(state.done.shape[0]), draft, tree, state.done)
 
@@ -217,7 +217,7 @@ def second_half(
         learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
         memory, shared = shape_checks.check_update(plan.drafter, learned)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)
-    ran = None if ran is None else launches.record(ran, draft, tree, verdict, passed)
+    ran = None if ran is None else launches.record(ran, proposed, draft, tree, verdict, passed)
     done = state.done | ended
     return shared, DecodeState(history, cache, memory, done, state.round + 1), ran
 

@@ -1,11 +1,12 @@
 """The length of drafts and the verification budget of the next launch, chosen on the host.
 
-A row's drafts succeed at a running rate of acceptance. With it, and with the costs learned so far,
-every length and every pass has an expected number of tokens a second (goodput: TurboSpec, arXiv
-2406.14066). The next launch takes the best length; in its rounds the budget takes the best pass of
-what was really drafted. Now and then a launch of a few rounds tries what may be better than it is
-believed to be. A row that drafts nothing is retried after a few rounds, and after twice as many
-whenever a retry fails.
+A row proposes a share of the tokens that it could, as a lookup may find nothing, and its drafts
+succeed at a running rate of acceptance. With both, and with the costs learned so far, every length
+and every pass has an expected number of tokens a second (goodput: TurboSpec, arXiv 2406.14066). The
+next launch takes the best length; in its rounds the budget takes the best pass of what was really
+drafted. Now and then a launch of a few rounds tries what may be better than it is believed to be. A
+row that drafts nothing is retried after a few rounds, and after twice as many whenever a retry
+fails.
 """
 
 from typing import Any, NamedTuple
@@ -104,12 +105,16 @@ class Pacing:
           seconds: that it took; None if this is not known.
         """
         count = int(ran.rounds)
-        for accepted, drafted in zip(ran.accepted[:count], ran.drafted[:count], strict=True):
-            self._known.learn(accepted, drafted, rows & (accepted >= 0))
+        length, rounds = pace.plan.drafter.max_depth, np.zeros(len(self.costs.kinds), int)
+        of_rounds = ran.accepted[:count], ran.proposed[:count], ran.drafted[:count]
+        for accepted, proposed, drafted in zip(*of_rounds, strict=True):
+            ran_rows = rows & (accepted >= 0)
+            self._known.learn(accepted, drafted, ran_rows)
+            if length:
+                self._known.learn_share(proposed / length, ran_rows)
         self._num_launches += 1
         if count == 0 or self.by_rows:
             return
-        length, rounds = pace.plan.drafter.max_depth, np.zeros(len(self.costs.kinds), int)
         for total in ran.passed[:count]:
             rounds[self.costs.kinds.index((length, int(total)))] += 1
         is_timed = seconds is not None and self._warm[rounds > 0].all()
@@ -120,11 +125,13 @@ class Pacing:
 
     def _expected(self, rates: np.ndarray, running: np.ndarray) -> np.ndarray:
         """Return the tokens that a round of each kind is expected to emit, [n]."""
-        emitted = []
+        emitted, count = [], running.sum()
         for length, passes in self._passes.items():
             survival = np.where(running[:, None], rates[:, None] ** np.arange(length + 1), 0)
             survival[:, 0] = 0
-            emitted.append(expected(passes, survival, running.sum()))
+            proposed = (self._known.shares()[:, None] * survival).sum(0).cumsum()
+            most = np.array([proposed[min(each.nodes, length + 1) - 1] for each in passes])
+            emitted.append(np.minimum(expected(passes, survival, count), count + most))
         return np.concatenate(emitted)
 
     def _trial(self, emitted: np.ndarray) -> int | None:
@@ -146,6 +153,8 @@ class _Experience:
     def __init__(self, size: int):
         self._all = _PRIOR * _FIRST, _FIRST  # fading sums of accepted and of tried tokens
         self._accepted, self._tried = np.zeros(size), np.zeros(size)  # the same of each row
+        self._shares_of_all = _FIRST, _FIRST  # fading sums of proposed shares, and of rounds
+        self._shares, self._rounds = np.zeros(size), np.zeros(size)  # the same of each row
         self._idle, self._patience = np.zeros(size, int), np.zeros(size, int)
         for row in range(size):
             self.forget(row)
@@ -153,6 +162,8 @@ class _Experience:
     def forget(self, row: int) -> None:
         """Believe of a new row what all rows showed."""
         self._accepted[row], self._tried[row] = self._all[0] / self._all[1] * _FIRST, _FIRST
+        share = self._shares_of_all[0] / self._shares_of_all[1]
+        self._shares[row], self._rounds[row] = share * _FIRST, _FIRST
         self._idle[row] = 0  # rounds since the last draft
         self._patience[row] = _PATIENCE  # rounds without a draft before the next retry
 
@@ -171,6 +182,17 @@ class _Experience:
         doubt = _DOUBT * np.sqrt(rate * (1 - rate) / self._tried)
         rate = np.where(self._idle > 0, rate, rate + doubt)
         return np.minimum(np.where(self.is_due, np.maximum(rate, _HOPE), rate), MOST_SURE)
+
+    def shares(self) -> np.ndarray:
+        """Return the shares of the tokens that rows propose; of rows to retry, a hope."""
+        return np.where(self.is_due, 1, self._shares / self._rounds)
+
+    def learn_share(self, share: np.ndarray, ran: np.ndarray) -> None:
+        """Add the proposed ``share``, [B], of a round of the rows that ``ran``, bool [B]."""
+        fresh = np.where(ran, share, 0)
+        fresh_of_all = self._shares_of_all[0] + fresh.sum(), self._shares_of_all[1] + ran.sum()
+        self._shares_of_all = _faded(*fresh_of_all, _MEMORY)
+        self._shares, self._rounds = _faded(self._shares + fresh, self._rounds + ran, _EVIDENCE)
 
     def learn(self, accepted: np.ndarray, drafted: np.ndarray, ran: np.ndarray) -> None:
         """Add a round of the rows that ``ran``, bool [B].
