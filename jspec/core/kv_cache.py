@@ -12,7 +12,7 @@ With a ``table``, the buffers are pools of pages that all rows share: slot s of 
 attaches it for a launch: caches at rest have no table, and pools are kept apart from them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -71,6 +71,8 @@ class KVCache:
     layers: tuple[Any, ...]
     length: Array  # [B] int32
     table: Array | None = None  # [B, M] int32, the pages of each row
+    # Slots that every layer sees, the query's own included; None for all.
+    window: int | None = struct.field(pytree_node=False, default=None)
 
 
 def allocate(
@@ -112,7 +114,7 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
         return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
 
     layers = jax.tree.map(lambda *pair: write(*pair, rows, start), cache.layers, new)
-    return KVCache(layers, cache.length + count)
+    return cache.replace(layers=layers, length=cache.length + count)
 
 
 def _append_to_pages(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
@@ -180,16 +182,22 @@ def caches_of(tree: Any) -> list[KVCache]:
     return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
+def widest(windows: Iterable[int | None]) -> int | None:
+    """Return the widest of the windows; None if one of them is, or if there are none."""
+    windows = tuple(windows)
+    return max(windows) if windows and None not in windows else None
+
+
 def detach(tree: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a pytree whose caches have lengths alone, and the layers of each of them."""
     pools = tuple(cache.layers for cache in caches_of(tree))
-    return over_caches(lambda cache: KVCache((), cache.length), tree), pools
+    return over_caches(lambda cache: cache.replace(layers=(), table=None), tree), pools
 
 
 def attach(tree: Any, pools: tuple[Any, ...], table: Array) -> Any:
     """Return a pytree whose caches have the ``pools`` of ``detach``, and the table."""
     pools = iter(pools)
-    return over_caches(lambda cache: KVCache(next(pools), cache.length, table), tree)
+    return over_caches(lambda cache: cache.replace(layers=next(pools), table=table), tree)
 
 
 def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCache:

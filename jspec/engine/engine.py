@@ -442,7 +442,7 @@ class Engine:
             self._slots[slot] = ticket
             if self._pacing is not None:
                 self._pacing.forget(slot)
-            ticket.holding.learn(ticket.text, len(ticket.text) - 1)
+            ticket.holding.advance(ticket.text, len(ticket.text) - 1)
             if ticket.finished:  # aborted meanwhile
                 self._leave(ticket)
             elif ticket.scored_prompt:
@@ -573,7 +573,7 @@ class Engine:
             limits = ticket.sequence.stop_token_ids, ticket.sequence.max_tokens
             asked = ran if ticket.scoring else ran.replace(logprobs=None)
             ticket.answer = answers.extended(ticket.answer, asked, slot, *limits)
-            ticket.holding.learn(ticket.text, int(ran.num_cached[slot]))
+            ticket.holding.advance(ticket.text, int(ran.num_cached[slot]))
             has_ended = self._has_heard(ticket)
             if ticket.error is not None:
                 continue

@@ -8,6 +8,9 @@ A full page is known by a digest of all text that its entries depend on: up to i
 drafters the token after it. A sequence that begins with known pages shares them and prefills only
 the rest. A page that no sequence holds stays known until it is taken for other tokens, the one that
 was freed first before others.
+
+If all layers have sliding windows, a sequence gives pages back as its text leaves them behind, and
+shares those of a prefix that its first query sees. Models that mix layers keep all pages.
 """
 
 import collections
@@ -40,10 +43,11 @@ class PageTable:
     Args:
       count: pages, of which number 0 is nobody's.
       size: tokens of a page.
+      window: tokens that a query sees at most, its own included; None for all.
     """
 
-    def __init__(self, count: int, size: int):
-        self.size = size
+    def __init__(self, count: int, size: int, window: int | None = None):
+        self.size, self.window = size, window
         self.holders = np.zeros(count, np.int32)  # sequences that hold a page
         # Of no sequence, the first freed first; values are not used.
         self._free = collections.OrderedDict.fromkeys(range(_NOBODY + 1, count))
@@ -64,6 +68,10 @@ class PageTable:
         """Return the number of pages for ``num_tokens`` tokens."""
         return -(-num_tokens // self.size)
 
+    def unseen(self, num_tokens: int) -> int:
+        """Return the number of pages that no query sees after a prefix of ``num_tokens``."""
+        return 0 if self.window is None else max(num_tokens + 1 - self.window, 0) // self.size
+
     def add(self, count: int) -> None:
         """Add ``count`` free pages."""
         first = len(self.holders)
@@ -71,17 +79,25 @@ class PageTable:
         self._free.update(dict.fromkeys(range(first, first + count)))
 
     def known(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the known pages of the longest prefix of ``digests``."""
-        pages = []
-        for digest in digests:
-            if digest not in self._known:
-                break
-            pages.append(self._known[digest])
-        return pages
+        """Return the pages of the longest prefix of ``digests`` whose seen pages are known.
+
+        Nobody's page is in the place of those that are not seen.
+        """
+        pages = [self._known.get(digest, _NOBODY) for digest in digests]
+        longest = first = 0  # page of a row of known ones
+        for index, page in enumerate(pages):
+            if page == _NOBODY:
+                if self.window is None:
+                    break
+                first = index + 1
+            elif first <= self.unseen((index + 1) * self.size):
+                longest = index + 1
+        start = self.unseen(longest * self.size)
+        return [_NOBODY] * start + pages[start:longest]
 
     def hold(self, pages: Iterable[int]) -> None:
         """Count one more holder of known pages."""
-        for page in pages:
+        for page in filter(None, pages):
             self._free.pop(page, None)
             self.holders[page] += 1
 
@@ -102,7 +118,7 @@ class PageTable:
 
     def drop(self, pages: Sequence[int]) -> None:
         """Count one holder less of the pages of a sequence, the end of its text first."""
-        for page in reversed(pages):
+        for page in filter(None, reversed(pages)):
             self.holders[page] -= 1
             if not self.holders[page]:
                 self._free[page] = None
@@ -172,10 +188,12 @@ class Pool:
         for name, value, least in (("page_size", page_size, 1), ("num_pages", num_pages, 2)):
             if not is_whole(value, least):
                 raise ValueError(f"{name}={shown(value)} must be whole and at least {least}.")
-        self._like = page_layers(plan, params, page_size)
+        caches = _caches_of_page(plan, params, page_size)
+        self._like = tuple(cache.layers for cache in caches)
         self._in_bits = jax.default_backend() == "cpu"
         self.buffers = self._allocate(num_pages)
-        self.table = PageTable(num_pages, page_size)
+        window = kv_cache.widest(cache.window for cache in caches)
+        self.table = PageTable(num_pages, page_size, window)
         self.most = num_pages if most is None else most
         self._lookahead = plan.drafter.lookahead
         self.shares_prefixes = enable_prefix_caching and self._lookahead is not None
@@ -243,7 +261,7 @@ class Pool:
 
         At least one token is left for the prefill, since some drafters start from its features.
         """
-        return self.table.known(digests)[: max(len(text) - 2, 0) // self.table.size]
+        return self.table.known(digests[: max(len(text) - 2, 0) // self.table.size])
 
     @property
     def usage(self) -> float:
@@ -263,7 +281,7 @@ class Holding:
 
     pool: Pool | None
     salt: str = ""
-    pages: list[int] = dataclasses.field(default_factory=list)  # in order
+    pages: list[int] = dataclasses.field(default_factory=list)  # in order; nobody's if unseen
     _digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages of the text
     _num_known: int = 0  # pages that were shared or learned
 
@@ -300,10 +318,20 @@ class Holding:
         """Return whether a text of ``num_tokens`` would need more pages."""
         return self.pool is not None and self.pool.table.pages_of(num_tokens) > len(self.pages)
 
-    def learn(self, text: np.ndarray, num_cached: int) -> None:
-        """Know the pages in the first ``num_cached`` tokens of a text, which caches hold."""
-        if self.pool is None or not self.pool.shares_prefixes:
+    def advance(self, text: np.ndarray, num_cached: int) -> None:
+        """Know the pages in the first ``num_cached`` tokens of a text, which caches hold.
+
+        Give those back that no later query sees.
+        """
+        if self.pool is None:
             return
+        if self.pool.shares_prefixes:
+            self._learn(text, num_cached)
+        count = self.pool.table.unseen(num_cached)
+        self.pool.table.drop(self.pages[:count][::-1])  # the start of the text first
+        self.pages[:count] = [_NOBODY] * count
+
+    def _learn(self, text: np.ndarray, num_cached: int) -> None:
         count = num_cached // self.pool.table.size
         if count > self._num_known:
             self._digests = self.pool.digests_of(text, self.salt, self._digests)
@@ -346,10 +374,14 @@ def check(plan: Plan) -> None:
 
 def page_layers(plan: Plan, params: Params, size: int) -> tuple[Any, ...]:
     """Return the shapes of one page in each cache of target and drafter."""
+    return tuple(cache.layers for cache in _caches_of_page(plan, params, size))
+
+
+def _caches_of_page(plan: Plan, params: Params, size: int) -> list[kv_cache.KVCache]:
     request, _ = request_of([None], Profile(), plan.target.vocab_size)
-    caches = lambda: kv_cache.detach(
+    caches = lambda: kv_cache.caches_of(
         (plan.target.init_cache(1, size), plan.drafter.init(params, request, size))
-    )[1]
+    )
     return jax.eval_shape(caches)
 
 

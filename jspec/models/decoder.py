@@ -272,9 +272,8 @@ def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVC
     dtype = jnp.dtype(config.cache_dtype)
     if config.mla:
         return kv_cache.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
-    return kv_cache.allocate(
-        config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype
-    )
+    sizes = config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype
+    return kv_cache.allocate(*sizes).replace(window=kv_cache.widest(config.windows))
 
 
 def forward(

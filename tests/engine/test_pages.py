@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from jspec.core import kv_cache
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
+from jspec.drafters import DraftModel
 from jspec.engine import batch as host
 from jspec.engine import memory, pages
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Holding, PageTable, Pool
 from jspec.engine.plan import Plan
 from jspec.grammar import automata
+from jspec.models import decoder
 from tests import fakes, tiny
 from tests.plain_processors import Spelling
 from tests.test_conformance import DRAFTERS
@@ -308,13 +310,9 @@ def test_a_listener_that_raises_ends_its_own_text_alone():
 class _Counted:
     """A pool without buffers, for ``Holding``."""
 
-    def __init__(self, count, size):
-        self.table, self.shares_prefixes, self.queries, self.hits = (
-            PageTable(count, size),
-            True,
-            0,
-            0,
-        )
+    def __init__(self, count, size, window=None):
+        self.table = PageTable(count, size, window)
+        self.shares_prefixes, self.queries, self.hits = True, 0, 0
 
     def digests_of(self, text, salt, so_far=()):
         return pages.digests_of(text, self.table.size, lookahead=1, salt=salt, so_far=so_far)
@@ -327,7 +325,7 @@ class _Counted:
 
 def consistent(table, holdings, contents):
     """Check the counts of holders, and that known pages hold the text that they are known for."""
-    held = [page for holding in holdings for page in holding.pages]
+    held = [page for holding in holdings for page in holding.pages if page]
     counts = np.bincount(held, minlength=len(table.holders))
     np.testing.assert_array_equal(table.holders, counts)
     assert counts[0] == 0 and table.num_used == (counts > 0).sum()
@@ -337,10 +335,15 @@ def consistent(table, holdings, contents):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(6, 40), st.integers(1, 5))
-def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size):
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(6, 40),
+    st.integers(1, 5),
+    st.sampled_from([None, None, 1, 4, 7]),
+)
+def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size, window):
     rng = np.random.default_rng(seed)
-    pool, running, contents = _Counted(count, size), [], {}
+    pool, running, contents = _Counted(count, size, window), [], {}
     for _ in range(400):
         act = rng.integers(0, 10)
         if act < 4:  # a sequence comes, with one of few beginnings
@@ -351,17 +354,23 @@ def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, s
                 assert not holding.pages
                 continue
             assert num_known % size == 0 and num_known <= max(len(text) - 2, 0)
-            for page, digest in zip(holding.pages, holding._digests, strict=False):
-                is_known = page in holding.pages[: num_known // size]
-                assert not is_known or contents[page] == digest
+            known, first = num_known // size, pool.table.unseen(num_known)
+            for index, (page, digest) in enumerate(
+                zip(holding.pages[:known], holding._digests, strict=False)
+            ):
+                assert page == 0 if index < first else contents[page] == digest
             running.append([holding, text])
         elif running and act < 8:  # one grows
             holding, text = running[rng.integers(0, len(running))]
             grown = np.append(text, rng.integers(0, 2, rng.integers(1, 3 * size)).astype(np.int32))
             if holding.grow(len(grown)):
                 next(pair for pair in running if pair[0] is holding)[1] = grown
-                holding.learn(grown, len(grown) - 1)
-                pairs = zip(holding.pages, holding._digests, strict=False)
+                filled = list(holding.pages)
+                holding.advance(grown, len(grown) - 1)
+                seen = range(max(len(grown) - (window or len(grown)), 0), len(grown) - 1)
+                assert all(holding.pages[position // size] for position in seen)
+                assert window is None or sum(map(bool, holding.pages)) <= window // size + 2
+                pairs = zip(filled, holding._digests, strict=False)
                 contents |= {a: b for a, b in pairs if pool.table._digests.get(a) == b}
         elif running:  # one ends, is aborted or preempted
             holding, _ = running.pop(rng.integers(0, len(running)))
@@ -378,7 +387,7 @@ def test_the_page_that_was_freed_first_is_forgotten_first_and_the_end_of_a_text_
     texts = np.arange(7, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
     for holding, text in zip((first, second), texts, strict=True):
         assert holding.begin(text[:6]) == 0 and holding.grow(6)
-        holding.learn(text, 6)
+        holding.advance(text, 6)
     known = lambda text: len(pool.table.known(pool.digests_of(text, "")))
     first.release()
     second.release()
@@ -388,6 +397,55 @@ def test_the_page_that_was_freed_first_is_forgotten_first_and_the_end_of_a_text_
     again = Holding(pool)
     assert again.begin(texts[0]) == 2  # holds its page, so others are taken before it
     assert [known(text) for text in texts] == [1, 0]
+
+
+SLIDING = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(9, 6)))
+
+
+@pytest.mark.parametrize("drafter", [tiny.NGRAM, tiny.DRAFT], ids=["ngram", "draft_model"])
+def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(drafter):
+    if drafter is tiny.DRAFT:
+        drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, windows=(7,)), 4)
+    plan, params = Plan(SLIDING, drafter, "coupled"), tiny.params()
+    rows = sequences()
+    expected = [answer.tokens.tolist() for answer in host.generate_sequences(plan, params, rows)]
+    for size in (1, 3, 4):
+        engine, most = paged(plan, params, 160, size), 0
+        for is_warm in (False, True):
+            before, tickets = engine.pool.hits, [engine.submit(row, rounds=1) for row in rows]
+            while not engine.is_idle:
+                engine.step()
+                most = max([most, *(_num_held(ticket) for ticket in engine._slots if ticket)])
+            assert texts(tickets) == expected and engine.pool.table.num_used == 0
+            assert engine.pool.hits > before + 20 or not is_warm
+        # 9 seen tokens, and 3 launches of 5: being read, running and next.
+        assert most <= -(-9 // size) + -(-15 // size) + 1
+    scarce = paged(plan, params, SCARCE)
+    tickets = run(scarce, rows, rounds=2)
+    assert texts(tickets) == expected and scarce.pool.table.num_free == SCARCE - 1
+
+
+def _num_held(ticket):
+    return sum(map(bool, ticket.holding.pages))
+
+
+def test_a_prefix_is_shared_if_the_pages_that_its_first_query_sees_are_known():
+    pool = _Counted(13, 2, window=4)
+    holding, text = Holding(pool), np.arange(20, dtype=np.int32)
+    assert holding.begin(text[:12]) == 0
+    holding.advance(text, 11)
+    assert [bool(page) for page in holding.pages] == [False] * 4 + [True] * 2
+    holding.release()
+    Holding(pool).begin(np.full(18, 50, np.int32))  # takes all but the last pages of the text
+    again = Holding(pool)
+    assert again.begin(text[:12]) == 10 and again.pages[:3] == [0, 0, 0] and all(again.pages[3:])
+
+
+def test_models_that_mix_layers_with_and_without_a_window_keep_all_pages():
+    mixed = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(6, None)))
+    for target, drafter in ((mixed, tiny.NGRAM), (SLIDING, tiny.DRAFT)):
+        pool = Pool(Plan(target, drafter), tiny.params(), num_pages=4)
+        assert pool.table.window is None
 
 
 @pytest.mark.slow
