@@ -42,7 +42,7 @@ def asked(rng, index):
     if rng.random() < 0.3:
         options["logprobs"] = rng.randint(0, 8)
     if index % 6 == 0:  # a function of its own for every call
-        options["logits_processors"] = [lambda logits, ids, count: logits + 0.0 * index]
+        options["logits_processors"] = [lambda logits, *_: logits + 0.0 * index]
     return prompts, jspec.SamplingParams(**options)
 
 

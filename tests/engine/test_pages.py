@@ -456,7 +456,7 @@ def test_nothing_leaks_after_ten_thousand_random_requests():
     for number in range(10_000):
         shared, own = int(rng.integers(0, 30)), int(rng.integers(1, 8))
         prompt = (*STEM[:shared], *rng.integers(1, tiny.VOCAB, own).tolist())
-        row = host.SequenceParams(prompt, max_tokens=int(rng.integers(1, 8)), stream=number)
+        row = host.SequenceParams(prompt, max_tokens=int(rng.integers(1, 20)), stream=number)
         live.append(engine.submit(row, rounds=int(rng.integers(1, 9)), priority=number % 3))
         while len(live) > 12:
             engine.step()
