@@ -5,8 +5,8 @@ succeed at a running rate of acceptance. With both, and with the costs learned s
 and every pass has an expected number of tokens a second (goodput: TurboSpec, arXiv 2406.14066). The
 next launch takes the best length; in its rounds the budget takes the best pass of what was really
 drafted. Now and then a launch of a few rounds tries what may be better than it is believed to be. A
-row that drafts nothing is retried after a few rounds, and after twice as many whenever a retry
-fails.
+row that drafts nothing is retried after some rounds, more if drafts are slow, and after twice as
+many whenever a retry fails.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ _LOYALTY = 1.03  # ratio by which another length must be better
 _UNSURE = 0.1  # relative doubt from which a cost may be tried
 _TRIALS, _TRIAL_ROUNDS = 4, 4  # of a kind until costs are settled, and rounds of such a launch
 _RETRY_ROUNDS = 2  # of a launch that retries rows
+_RETRY_SHARE = 0.03  # of the time that the first retry of a row may take
 _SETTLED = 256  # launches after which kinds may be tried again
 _NEVER = np.float32(1e9)  # seconds
 
@@ -84,6 +85,7 @@ class Pacing:
             surely = np.full_like(rates, MOST_SURE)
             return Pace(self._plans[length], self._budget(length, surely, only), _TRIAL_ROUNDS)
         seconds = self.costs.seconds
+        self._known.first_patience = self._first_patience(seconds)
         goodput = emitted / seconds
         loyal = np.array([length == self._length for length, _ in self.costs.kinds])
         best = int(np.argmax(goodput * np.where(loyal, _LOYALTY, 1)))
@@ -134,6 +136,14 @@ class Pacing:
             emitted.append(np.minimum(expected(passes, survival, count), count + most))
         return np.concatenate(emitted)
 
+    def _first_patience(self, seconds: np.ndarray) -> int:
+        """Return after how many rounds a new row is retried, by what the fastest drafts add."""
+        drafts = np.array([length > 0 for length, _ in self.costs.kinds])
+        if drafts.all():
+            return _PATIENCE
+        added = seconds[drafts].min() / seconds[~drafts].min() - 1
+        return int(np.clip(_RETRY_ROUNDS * added / _RETRY_SHARE, _PATIENCE, _LATEST))
+
     def _trial(self, emitted: np.ndarray) -> int | None:
         """Return the kind that is worth a trial; None if there is none."""
         seconds, hopeful = self.costs.seconds, self.costs.hopeful
@@ -156,6 +166,7 @@ class _Experience:
         self._shares_of_all = _FIRST, _FIRST  # fading sums of proposed shares, and of rounds
         self._shares, self._rounds = np.zeros(size), np.zeros(size)  # the same of each row
         self._idle, self._patience = np.zeros(size, int), np.zeros(size, int)
+        self.first_patience = _PATIENCE  # rounds without a draft before the first retry
         for row in range(size):
             self.forget(row)
 
@@ -165,7 +176,7 @@ class _Experience:
         share = self._shares_of_all[0] / self._shares_of_all[1]
         self._shares[row], self._rounds[row] = share * _FIRST, _FIRST
         self._idle[row] = 0  # rounds since the last draft
-        self._patience[row] = _PATIENCE  # rounds without a draft before the next retry
+        self._patience[row] = self.first_patience  # the same before the next one
 
     @property
     def is_due(self) -> np.ndarray:

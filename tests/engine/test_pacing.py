@@ -187,6 +187,17 @@ def test_a_paused_row_is_retried_less_and_less_often():
     assert 0 < last < first / 2 and last < 0.05
 
 
+def test_short_hard_texts_are_seldom_retried_where_drafts_are_slow():
+    world = World([0.03] * ROWS, draft=2.0, node=0.04)
+    world.run(100)
+    goodputs = []
+    for _ in range(20):  # texts of about 130 tokens
+        for slot in range(ROWS):
+            world.pacing.forget(slot)
+        goodputs.append(world.run(16))
+    assert np.mean(goodputs) > 0.95 * world.best
+
+
 def test_a_new_sequence_of_a_slot_starts_afresh():
     world = World([0.95] * 7 + [0.0], draft=0.1, node=0.03)
     world.run(100)
