@@ -5,7 +5,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -15,17 +14,17 @@ from jspec.api import config, engine_arguments, metrics, prompts, requests
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
+from jspec.api.runtime import Runtime
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
 from jspec.engine import loading, memory
 from jspec.engine.batch import MAX_NUM_SEQS
-from jspec.engine.engine import Engine
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool, reads_pages
 from jspec.engine.profile import Profile
-from jspec.engine.sequences import SequenceParams, check_fit, check_prompt
+from jspec.engine.sequences import check_fit, check_prompt
 from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
@@ -124,23 +123,23 @@ class LLM:
         options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
         self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
         self._logprobs_mode = logprobs_mode
-        self._detailed = per_request_stats == "detailed"
+        self.detailed = per_request_stats == "detailed"
         self._seed = int(seed)
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self.max_model_len = build.max_model_len
         self._tokenizer = build.tokenizer
         self._model, self._plan, self._params = build.model, build.plan, build.params
         size = self._plan.target.vocab_size
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
-        self._lock = threading.Lock()  # of the shared state and the counts
-        self._shared = init_shared(self._plan)
-        self._profile = Profile(nodes=self._detailed)
-        self._engines: dict[tuple[int, int], Engine] = {}
-        self._pool = self._pool_of(memory_settings, enable_prefix_caching)
-        self._num_preemptions = 0
-        self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
-        self._seconds = 0.0
-        self._num_prompt_tokens = 0
+        self.runtime = Runtime(
+            self._plan,
+            self._params,
+            pool=self._pool_of(memory_settings, enable_prefix_caching),
+            profile=Profile(nodes=self.detailed),
+            mode=logprobs_mode,
+            max_logprobs=self._max_logprobs,
+        )
+        self._lock = threading.Lock()  # of the number of requests
         self._num_requests = 0
 
     def generate(
@@ -158,11 +157,11 @@ class LLM:
           ValueError: a prompt is empty, does not fit the model, or needs a missing tokenizer.
             Nothing has run then.
         """
-        batch = self._resolve(prompts, sampling_params)
+        batch = self.resolve(prompts, sampling_params)
         rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
         for _ in self._run(batch, rounds, use_tqdm):
             pass
-        return [request.output(self._detailed) for request in batch]
+        return [request.output(self.detailed) for request in batch]
 
     def chat(
         self,
@@ -228,13 +227,9 @@ class LLM:
         """
         if not is_whole(rounds, 1):
             raise ValueError(f"rounds={shown(rounds)} must be {_COUNT}.")
-        batch = self._resolve(prompts, sampling_params)
+        batch = self.resolve(prompts, sampling_params)
         for request in batch:
-            if request.params.num_texts > request.params.n:
-                raise ValueError(
-                    f"best_of={request.params.best_of} cannot be streamed: the best texts are "
-                    "known at the end; use generate, or leave best_of out."
-                )
+            request.check_streams()
         return self._stream(batch, rounds)
 
     def run_one(
@@ -245,55 +240,35 @@ class LLM:
         ``run`` maps (requests, plan, params, shared, tokenizer=, model=) to (result,
         metrics.Counts, shared). Other arguments and errors are those of ``generate``.
         """
-        batch = self._resolve(prompt, sampling_params)
+        batch = self.resolve(prompt, sampling_params)
         tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
-        model = str(self._model.path)
-        with self._lock:
-            begin = perf_counter()
-            state = self._plan, self._params, self._shared
-            result, counts, self._shared = run(batch, *state, tokenizer=tokenizer, model=model)
-            self._seconds += perf_counter() - begin
-            self._counts += counts
-            self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
-        return result
+        return self.runtime.run_alone(batch, run, tokenizer=tokenizer, model=self._name)
 
     def get_metrics(self) -> list[metrics.Metric]:
         """Return the counts of all finished requests, under vLLM's names.
 
         Tokens per second divide by the time spent generating, compilation included.
         """
-        labels = {"model_name": str(self._model.path), "engine": "0"}
-        counted = {
-            "prompt_tokens": self._num_prompt_tokens,
-            "num_preemptions": self._num_preemptions,
-            "prefix_cache_queries": 0 if self._pool is None else self._pool.queries,
-            "prefix_cache_hits": 0 if self._pool is None else self._pool.hits,
-        }
-        counters = [
-            metrics.Counter(f"vllm:{name}", labels, value) for name, value in counted.items()
-        ]
-        used = 0.0 if self._pool is None else self._pool.usage
-        usage = metrics.Gauge("vllm:kv_cache_usage_perc", labels, used)
-        return [*metrics.entries(self._counts, self._seconds, labels), *counters, usage]
+        return self.runtime.get_metrics(self._name)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the KV cache of past prompts; return True, as vLLM does."""
-        with self._lock:
-            if self._pool is not None:
-                self._pool.table.forget()
+        self.runtime.reset_prefix_cache()
         return True
 
     def save_shared(self, path: str | os.PathLike) -> None:
         """Write the state that the drafter gathered from requests, such as past responses."""
-        with self._lock:
-            shared_file.save(path, self._shared)
+        self.runtime.use_shared(lambda shared: shared_file.save(path, shared))
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
         """Replace the drafter's state by that of a file of ``save_shared``; None empties it."""
         fresh = init_shared(self._plan)
         loaded = fresh if path is None else shared_file.load(path, fresh)
-        with self._lock:
-            self._shared = loaded
+        self.runtime.use_shared(lambda _: loaded)
+
+    @property
+    def _name(self) -> str:
+        return str(self._model.path)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer; raise ValueError if there is none."""
@@ -318,12 +293,15 @@ class LLM:
             )
         options = dict(
             enable_prefix_caching=shares_prefixes is not False,
-            num_tokens=self._max_num_seqs * self.max_model_len,
+            num_tokens=self.max_num_seqs * self.max_model_len,
         )
         return memory.pool_of(self._plan, self._params, **given, **options)
 
-    def _resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
-        """Check and resolve all requests before any of them runs."""
+    def resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
+        """Check and resolve all requests before any of them runs, for ``runtime``.
+
+        Arguments and errors are those of ``generate``.
+        """
         items = prompts.read(inputs, lambda text: self.get_tokenizer().encode(text))
         settings = requests.params_per_prompt(sampling_params, len(items))
         vocab_size = self._plan.target.vocab_size
@@ -355,8 +333,9 @@ class LLM:
             ]
             first = [request.sequences[0] for request in resolved]
             check_fit(first, self._plan.target)
-            for sequence in first if self._pool is not None else ():
-                self._pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
+            pool = self.runtime.pool
+            for sequence in first if pool is not None else ():
+                pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
             self._num_requests += len(resolved)
         return resolved
 
@@ -376,7 +355,7 @@ class LLM:
         last: dict[GenerationRequest, RequestOutput] = {}
         for running in self._run(batch, rounds):
             for request in running:
-                output = request.output(self._detailed)
+                output = request.output(self.detailed)
                 if output != last.get(request):
                     last[request] = output
                     yield output
@@ -385,28 +364,13 @@ class LLM:
         self, batch: list[GenerationRequest], rounds: int | None, show_progress: bool = False
     ) -> Iterator[Iterable[GenerationRequest]]:
         """Generate; yield the requests after every launch, of up to ``rounds`` rounds."""
-        pairs = lambda request: zip(request.sequences, request.transcripts, strict=True)
-        salts = [request.prompt.cache_salt for request in batch for _ in request.sequences]
-        work = [pair for request in batch for pair in pairs(request)]
-        if not work:
+        sequences = [sequence for request in batch for sequence in request.sequences]
+        if not sequences:
             return
-        vocab_size = self._plan.target.vocab_size
-        scoring = requests.scoring_of(batch, vocab_size, self._max_logprobs, self._logprobs_mode)
-        with self._lock:
-            engine = self._engine_for([sequence for sequence, _ in work])
-            tickets = [
-                engine.submit(
-                    sequence,
-                    listener=text.read,
-                    rounds=rounds,
-                    scoring=scoring,
-                    cache_salt=salt,
-                )
-                for (sequence, text), salt in zip(work, salts, strict=True)
-            ]
-            # Engines of other sizes then need few programs more.
-            self._profile = engine.profile.without_functions()
-            self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
+        longest = max(len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
+        num_slots = min(bucket(len(sequences), smallest=1), self.max_num_seqs)
+        size = dict(num_slots=num_slots, capacity=bucket(longest))
+        engine, tickets = self.runtime.submit(batch, **size, rounds=rounds)
         is_running = lambda request: not all(text.finish_reason for text in request.transcripts)
         was_read = lambda request: all(text.answer is not None for text in request.transcripts)
         try:
@@ -414,7 +378,7 @@ class LLM:
                 left = batch
                 while left:
                     if any(map(is_running, left)):  # other calls may have run them to the end
-                        self._run_on(engine, engine.step)
+                        self.runtime.step(engine)
                     for ticket in tickets:
                         if ticket.error is not None:
                             raise ticket.error
@@ -423,38 +387,7 @@ class LLM:
                     left = [request for request in left if is_running(request)]
                     yield grown
         finally:
-            for ticket in tickets:
-                engine.abort(ticket)  # if the reader of a stream has left
-            self._run_on(engine, engine.settle)
-            answers = [text.answer for _, text in work if text.answer is not None]
-            with self._lock:
-                self._counts = sum(map(metrics.Counts.of, answers), self._counts)
-                self._num_preemptions += sum(ticket.num_preemptions for ticket in tickets)
-
-    def _run_on(self, engine: Engine, act: Callable[[], None]) -> None:
-        """Run a step of an engine; threads take turns, and a step serves the requests of all."""
-        with self._lock:
-            begin = perf_counter()
-            engine.shared = self._shared
-            act()
-            self._shared = engine.shared
-            self._seconds += perf_counter() - begin
-
-    def _engine_for(self, sequences: list[SequenceParams]) -> Engine:
-        """Return an engine whose slots fit the sequences; idle ones of other sizes are dropped."""
-        longest = max(len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
-        num_slots = min(bucket(len(sequences), smallest=1), self._max_num_seqs)
-        key = num_slots, bucket(longest)
-        self._engines = {
-            size: engine
-            for size, engine in self._engines.items()
-            if size == key or not engine.is_idle
-        }
-        if key not in self._engines:
-            options = dict(num_slots=num_slots, capacity=key[1], profile=self._profile)
-            options |= dict(pool=self._pool)
-            self._engines[key] = Engine(self._plan, self._params, shared=(), **options)
-        return self._engines[key]
+            self.runtime.leave(engine, batch, tickets)
 
 
 def _bool_or_none(value: Any) -> tuple[bool, str]:

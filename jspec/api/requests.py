@@ -24,6 +24,14 @@ class GenerationRequest:
     sequences: tuple[SequenceParams, ...]
     transcripts: tuple[Transcript, ...]
 
+    def check_streams(self) -> None:
+        """Refuse a request whose texts are known at the end alone."""
+        if self.params.num_texts > self.params.n:
+            raise ValueError(
+                f"best_of={self.params.best_of} cannot be streamed: the best texts are "
+                "known at the end; use generate, or leave best_of out."
+            )
+
     def output(self, detailed: bool) -> RequestOutput:
         """Return all texts so far, or the best of those that were drawn."""
         drawn = list(self.transcripts)

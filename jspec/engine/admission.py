@@ -115,6 +115,12 @@ def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
     return min(bucket(int(lengths.max()) - 1, smallest=16), most)
 
 
+def chunk_widths(longest: int) -> list[int]:
+    """Return the chunk widths of all prompts of up to ``longest`` tokens."""
+    lengths = [*(1 << power for power in range(longest.bit_length())), longest]
+    return sorted({chunk_width(np.array([length])) for length in lengths})
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def allocate(
     plan: Plan,

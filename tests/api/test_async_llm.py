@@ -1,0 +1,200 @@
+"""``AsyncLLM``: requests of asyncio tasks join one batch, leave it, and have their own texts."""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+
+import pytest
+
+import jspec
+from jspec.engine.loop import launch
+from tests import llm_fixtures
+
+PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the", "x", "for i in range("]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    root = tmp_path_factory.getbasetemp() / "llm"
+    target = llm_fixtures.loaded(root)["target"]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    return jspec.LLM(target, config, max_num_seqs=3, max_model_len=96)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return [llm.generate(prompt, params(index))[0].outputs for index, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture
+def served(llm):
+    with jspec.AsyncLLM(llm) as served:
+        yield served
+
+
+def params(index, **options):
+    given = dict(max_tokens=16 + 5 * index, temperature=0.8 * (index % 2), seed=index)
+    return jspec.SamplingParams(**(given | options))
+
+
+def texts(outputs):
+    return [(each.text, each.token_ids, each.finish_reason) for each in outputs]
+
+
+async def last(served, *request, **options):
+    outputs = [output async for output in served.generate(*request, **options)]
+    return outputs[-1]
+
+
+def test_requests_that_come_one_after_another_have_the_texts_of_generate(served, expected):
+    async def one(index):
+        await asyncio.sleep(0.02 * index)
+        return await last(served, PROMPTS[index], params(index), f"request-{index}")
+
+    async def all_of_them():
+        return await asyncio.gather(*map(one, range(len(PROMPTS))))
+
+    outputs = asyncio.run(all_of_them())
+    assert [texts(each.outputs) for each in outputs] == list(map(texts, expected))
+    assert [each.request_id for each in outputs] == [f"request-{i}" for i in range(len(PROMPTS))]
+    assert all(each.finished for each in outputs) and served.num_running == 0
+
+
+def test_a_stream_grows_to_the_text_of_generate(served, expected):
+    async def stream():
+        return [output async for output in served.generate(PROMPTS[3], params(3))]
+
+    outputs = asyncio.run(stream())
+    shown = [output.outputs[0].text for output in outputs]
+    assert len(shown) > 1 and all(b.startswith(a) for a, b in itertools.pairwise(shown))
+    assert texts(outputs[-1].outputs) == texts(expected[3])
+
+
+def test_several_texts_of_a_request_and_the_best_of_some(llm, served):
+    for options in (dict(n=2), dict(n=1, best_of=3)):
+        given = params(1, **options)
+        output = asyncio.run(last(served, PROMPTS[1], given))
+        assert texts(output.outputs) == texts(llm.generate(PROMPTS[1], given)[0].outputs)
+
+
+def test_a_reader_that_leaves_aborts_its_request_and_no_other(served, expected):
+    async def both():
+        other = asyncio.create_task(last(served, PROMPTS[5], params(5)))
+        async with contextlib.aclosing(
+            served.generate(PROMPTS[0], params(0, max_tokens=80))
+        ) as stream:
+            async for _ in stream:
+                break
+        task = asyncio.create_task(last(served, PROMPTS[2], params(2, max_tokens=80)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await other
+
+    assert texts(asyncio.run(both()).outputs) == texts(expected[5])
+    asyncio.run(last(served, "x", params(0, max_tokens=1)))  # those who left are known to have
+    assert served.num_running == 0 and served.llm.runtime.pool.table.num_used == 0
+
+
+def test_abort_ends_the_text_as_it_is(served):
+    async def abort():
+        stream = served.generate(PROMPTS[0], params(0, max_tokens=80, ignore_eos=True), "mine")
+        outputs = [await anext(stream)]
+        served.abort("mine")
+        served.abort("unknown")
+        outputs += [output async for output in stream]
+        return outputs
+
+    outputs = asyncio.run(abort())
+    (first, *_), [end] = outputs[0].outputs, outputs[-1].outputs
+    assert end.finish_reason == "abort" and end.text.startswith(first.text)
+    assert len(end.token_ids) < 80
+
+
+def test_bad_requests_are_refused_alone(llm, expected):
+    async def attempts():
+        good = asyncio.create_task(last(served, PROMPTS[1], params(1)))
+        for prompt, options, words in (
+            ("", {}, "empty"),
+            (["a", "b"], {}, "2 prompts"),
+            ({"prompt_token_ids": [1] * 500}, {}, "max_model_len=\\s*96"),
+            ("x", dict(logprobs=99), "max allowed"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await last(served, prompt, params(0, **options))
+        long = params(0, max_tokens=80, ignore_eos=True)
+        stream = served.generate(PROMPTS[0], long, "twice")
+        await anext(stream)
+        with pytest.raises(ValueError, match="'twice' is running"):
+            await last(served, "x", params(0), "twice")
+        return await good, [output async for output in stream][-1]
+
+    with jspec.AsyncLLM(llm, launch_seconds=1e-9) as served:  # one round a launch
+        good, twice = asyncio.run(attempts())
+    assert texts(good.outputs) == texts(expected[1]) and twice.finished
+
+
+def test_a_full_queue_refuses_the_next_request(llm):
+    async def crowd():
+        tasks = [last(served, "the the", params(0, max_tokens=60)) for _ in range(12)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with jspec.AsyncLLM(llm, max_num_queued=2) as served:
+        results = asyncio.run(crowd())
+    refused = [each for each in results if isinstance(each, queue.Full)]
+    assert refused and len(refused) < 12 and "max_num_queued=2" in str(refused[0])
+    done = {tuple(each.outputs[0].token_ids) for each in results if each not in refused}
+    assert len(done) == 1
+
+
+def test_after_close_requests_are_refused_and_running_ones_end_with_an_error(llm):
+    async def close():
+        served = jspec.AsyncLLM(llm, launch_seconds=1e-9)
+        stream = served.generate(PROMPTS[0], params(0, max_tokens=80, ignore_eos=True))
+        await anext(stream)
+        await asyncio.to_thread(served.close)
+        with pytest.raises(RuntimeError, match="closed"):
+            await anext(stream)
+            await anext(stream)
+        with pytest.raises(RuntimeError, match="closed"):
+            await last(served, "x", params(0))
+
+    asyncio.run(close())
+    assert llm.runtime.pool.table.num_used == 0
+    assert llm.generate("x", params(0))[0].finished
+
+
+def test_an_error_of_the_model_reaches_every_reader(llm, monkeypatch):
+    async def both():
+        tasks = [last(served, prompt, params(0)) for prompt in PROMPTS[:2]]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fail(engine):
+        raise ZeroDivisionError("a mistake of the model's author")
+
+    with jspec.AsyncLLM(llm) as served:
+        monkeypatch.setattr(type(llm.runtime), "step", lambda _, engine: fail(engine))
+        results = asyncio.run(both())
+    assert [type(each) for each in results] == [ZeroDivisionError] * 2
+
+
+def test_what_is_compiled_first_serves_requests_of_all_lengths(llm):
+    with jspec.AsyncLLM(llm) as served:
+        served.warm_up()
+        before = launch._cache_size(), llm.get_metrics()
+        for length in (1, 20, 40, 60):
+            given = params(1, max_tokens=4, top_p=0.9, presence_penalty=0.3)
+            asyncio.run(last(served, {"prompt_token_ids": [5] * length}, given))
+        assert launch._cache_size() == before[0]
+    counted = {metric.name: metric.value for metric in before[1] if hasattr(metric, "value")}
+    after = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    assert after["vllm:prompt_tokens"] == counted["vllm:prompt_tokens"] + 121
+
+
+def test_settings_out_of_range_are_refused(llm):
+    with pytest.raises(ValueError, match="launch_seconds=0"):
+        jspec.AsyncLLM(llm, launch_seconds=0)
+    with pytest.raises(ValueError, match="max_num_queued=0"):
+        jspec.AsyncLLM(llm, max_num_queued=0)
