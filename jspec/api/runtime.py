@@ -100,7 +100,10 @@ class Runtime:
         """Run sequences for their programs alone: nothing is counted, and nothing is learned."""
         with self._lock:
             engine.shared = init_shared(self.plan)
-            engine.run(sequences, cache_salt="warm-up")
+            counted = (0, 0) if self.pool is None else (self.pool.queries, self.pool.hits)
+            engine.warm_up(sequences, cache_salt="warm-up")
+            if self.pool is not None:
+                self.pool.queries, self.pool.hits = counted
             self.profile = engine.profile.without_functions()
 
     def step(self, engine: Engine) -> None:

@@ -274,6 +274,18 @@ class Engine:
             self._dispatch(rounds)
         self._read_all_but(is_running)
 
+    def warm_up(self, sequences: Sequence[SequenceParams], **options: Any) -> None:
+        """Compile what ``sequences`` need: ``run`` them with every length of the drafts."""
+        if self._pacing is None:
+            self.run(sequences, **options)
+            return
+        try:
+            for length in self.plan.drafter.lengths:
+                self._pacing.pinned = length
+                self.run(sequences, **options)
+        finally:
+            self._pacing.pinned = None
+
     def settle(self) -> None:
         """Hand the texts that the host ended to a drafter with shared state."""
         self._tell_leaving()

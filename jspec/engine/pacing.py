@@ -55,6 +55,7 @@ class Pacing:
         self.costs = Costs(kinds)
         self._known = _Experience(num_slots)
         self._length = lengths[-1]  # of the last launch
+        self.pinned: int | None = None  # length of all launches, if one is
         self._trials, self._num_launches = np.zeros(len(kinds), int), 0
         self._warm = np.zeros(len(kinds), bool)  # kinds that ran: the first time is slow
         self._even = np.ones(len(kinds))  # costs before any are known: all nodes are verified
@@ -70,6 +71,10 @@ class Pacing:
 
     def choose(self, running: np.ndarray) -> Pace:
         """Return the pace of a launch with the ``running`` rows, bool [B]."""
+        if self.pinned is not None:
+            rates = self._known.rates()
+            budget = None if self.by_rows else self._budget(self.pinned, rates, self._even)
+            return Pace(self._plans[self.pinned], budget)
         if self.by_rows:
             return Pace(self._plans[self._drafter.for_rows(int(running.sum()))])
         rates = self._known.rates()
