@@ -147,12 +147,15 @@ class AsyncLLM:
         if self._error is not None:
             self._fail_all()  # the thread has ended, and reads no more
         is_whole = batch[0].params.num_texts > batch[0].params.n
+        output = None
         try:
-            while not (running.output and running.output.finished):
+            while True:
                 await running.has_news.wait()
                 running.has_news.clear()
                 if running.error is not None:
                     raise running.error
+                if running.output is output:
+                    continue  # two outputs came while the first one was read
                 output = running.output
                 if output.finished or not is_whole:
                     yield output
@@ -218,6 +221,7 @@ class AsyncLLM:
         self._runtime.step(self._engine)
         taken = (perf_counter() - begin) / rounds
         past = taken if self._round_seconds is None else self._round_seconds
+        taken = min(taken, 2 * past)  # a step that compiled tells nothing
         self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
     def _begin(self, running: _Running) -> None:

@@ -71,6 +71,19 @@ def test_a_stream_grows_to_the_text_of_generate(served, expected):
     assert texts(outputs[-1].outputs) == texts(expected[3])
 
 
+def test_a_slow_reader_has_the_last_output(served, expected):
+    async def read():
+        shown = []
+        async for output in served.generate(PROMPTS[3], params(3)):
+            shown.append(output.outputs[0].text)
+            await asyncio.sleep(0.3)  # the text ends meanwhile
+        return output, shown
+
+    output, shown = asyncio.run(read())
+    assert output.finished and texts(output.outputs) == texts(expected[3])
+    assert len(set(shown)) == len(shown) < 4
+
+
 def test_several_texts_of_a_request_and_the_best_of_some(llm, served):
     for options in (dict(n=2), dict(n=1, best_of=3)):
         given = params(1, **options)
