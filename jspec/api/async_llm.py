@@ -76,7 +76,8 @@ class AsyncLLM:
         self.llm, self._runtime = llm, llm.runtime
         size = llm.max_num_seqs, llm.max_model_len
         self._engine = self._runtime.engine(*size, max_num_queued=max_num_queued)
-        self._launch_seconds, self._round_seconds = launch_seconds, None
+        self._launch_seconds = launch_seconds
+        self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._error: BaseException | None = None  # that ended the thread
@@ -90,8 +91,9 @@ class AsyncLLM:
         self.close()
 
     def warm_up(self) -> None:
-        """Compile what requests need, before any comes: prompts of all lengths, and sampling.
+        """Allocate the KV cache and compile, before any request comes.
 
+        Programs are those for prompts of all lengths, and for all numeric settings of sampling.
         What only few use is compiled when it is asked for: grammars, scores, lists of token ids.
         """
         typical = SamplingParams(
@@ -105,11 +107,11 @@ class AsyncLLM:
         )
         capacity = self.llm.max_model_len
         prompt = lambda width: (0,) * min(width + 1, capacity - 2)
-        options = dict(max_tokens=2, stop_token_ids=(0,), **typical.parameters)
+        ends = tuple(self.llm.eos_token_ids) or (0,)
+        options = dict(max_tokens=2, stop_token_ids=ends, **typical.parameters)
         alone = [SequenceParams(prompt(width), **options) for width in chunk_widths(capacity)]
         together = [SequenceParams(prompt(1), **options)] * self.llm.max_num_seqs
-        for sequences in (together, *([each] for each in alone)):
-            self._runtime.warm_up(self._engine, sequences)
+        self._runtime.warm_up(self._engine, [together, *([each] for each in alone)])
 
     async def generate(
         self,
@@ -211,16 +213,13 @@ class AsyncLLM:
 
     def _step(self) -> None:
         """Run launches of about ``launch_seconds``."""
-        rounds = STREAM_ROUNDS
-        if self._round_seconds is not None:
-            rounds = max(1, min(round(self._launch_seconds / self._round_seconds), _MOST_ROUNDS))
+        rounds = max(1, min(round(self._launch_seconds / self._round_seconds), _MOST_ROUNDS))
         for running in list(self._running.values()):
             for ticket in running.tickets:
                 ticket.rounds = rounds
         begin = perf_counter()
         self._runtime.step(self._engine)
-        taken = (perf_counter() - begin) / rounds
-        past = taken if self._round_seconds is None else self._round_seconds
+        past, taken = self._round_seconds, (perf_counter() - begin) / rounds
         taken = min(taken, 2 * past)  # a step that compiled tells nothing
         self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 

@@ -323,7 +323,7 @@ class LLM:
                     params,
                     room=self.max_model_len - len(item.token_ids),
                     seed=self._seed,
-                    eos=self._eos_token_ids,
+                    eos=self.eos_token_ids,
                     tokenizer=tokenizer if params.has_text else None,
                     vocab_size=vocab_size,
                 )
@@ -348,7 +348,8 @@ class LLM:
             ) from None
 
     @functools.cached_property
-    def _eos_token_ids(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
+        """The token ids that end a text."""
         return frozenset(loading.text_ends(self._model, self._tokenizer))
 
     def _stream(self, batch: list[GenerationRequest], rounds: int) -> Iterator[RequestOutput]:

@@ -1,7 +1,7 @@
 """The engines that run the requests of an ``LLM``, and the state that outlives them."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -96,14 +96,22 @@ class Runtime:
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         return engine, tickets
 
-    def warm_up(self, engine: Engine, sequences: Sequence[SequenceParams]) -> None:
-        """Run sequences for their programs alone: nothing is counted, and nothing is learned."""
+    def warm_up(self, engine: Engine, batches: Iterable[Sequence[SequenceParams]]) -> None:
+        """Run batches for their programs alone: nothing is counted, and nothing is learned.
+
+        The KV cache has pages for all slots of the engine from then on, if memory permits. No other
+        request may run.
+        """
+        pool = self.pool
         with self._lock:
-            engine.shared = init_shared(self.plan)
-            counted = (0, 0) if self.pool is None else (self.pool.queries, self.pool.hits)
-            engine.warm_up(sequences, cache_salt="warm-up")
-            if self.pool is not None:
-                self.pool.queries, self.pool.hits = counted
+            if pool is not None:
+                pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
+            counted = None if pool is None else (pool.queries, pool.hits)
+            for sequences in batches:
+                engine.shared = init_shared(self.plan)
+                engine.warm_up(sequences, cache_salt="warm-up")
+            if pool is not None:
+                pool.queries, pool.hits = counted
             self.profile = engine.profile.without_functions()
 
     def step(self, engine: Engine) -> None:

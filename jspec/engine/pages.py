@@ -231,6 +231,16 @@ class Pool:
             self.table.add(wanted - old)
         return wanted >= count
 
+    def fix(self, count: int) -> None:
+        """Have ``count`` pages, or as many as there may be, and never more.
+
+        Each number of pages has programs of its own. No sequence may hold a page now; known pages
+        are forgotten.
+        """
+        self.most = max(len(self.table.holders), min(self.most, count))
+        self.table.add(self.most - len(self.table.holders))
+        self.renew()
+
     def lend(self, state: DecodeState) -> DecodeState:
         """Return ``state`` with the buffers, for a program that consumes it."""
         return state.replace(pools=self.buffers)
