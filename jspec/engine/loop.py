@@ -115,7 +115,10 @@ def launch(
     """
     state = state.attached(table)
     until = state.round + jnp.minimum(rounds, profile.rounds)
-    is_running = lambda carry: _is_running(until, carry) & ~(carry[1].done & watched).any()
+    # A row that is done counts 1, and a watched one more than all rows: one sum across chips.
+    weights = jnp.where(watched, 1 + len(watched), 1)
+    goes_on = lambda state: (state.done * weights).sum() < len(watched)
+    is_running = lambda carry: goes_on(carry[1]) & (carry[1].round < until)
     carry = shared, state, launches.empty(profile, plan.drafter, state.history)
     shared, state, ran = _loop(plan, params, request, budget, is_running, carry)
     state = state if table is None else state.detached()
@@ -246,9 +249,10 @@ def _verify(
 
     if len(passes) == 1:
         return *in_pass(passes[0])(), jnp.int32(passes[0].total)
-    last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
+    by_node = listed.sum(0, dtype=jnp.int32)  # one sum across chips
+    last = jnp.where(by_node > 0, jnp.arange(len(by_node)), 0).max()
     nodes, totals = (np.array(part, np.int32) for part in list(zip(*passes, strict=True))[:2])
-    index = jnp.argmax((nodes > last) & (totals >= listed.sum()))
+    index = jnp.argmax((nodes > last) & (totals >= by_node.sum()))
     return *lax.switch(index, list(map(in_pass, passes))), jnp.asarray(totals)[index]
 
 
