@@ -181,7 +181,7 @@ class AsyncLLM:
         return len(self._running)
 
     def close(self) -> None:
-        """End all requests and the thread."""
+        """End all requests and the thread, and wait for it: for a launch at most."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -224,7 +224,7 @@ class AsyncLLM:
         self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
     def _begin(self, running: _Running) -> None:
-        if running.id not in self._running:
+        if self._running.get(running.id) is not running:
             return  # its reader has left
         try:
             options = dict(engine=self._engine, rounds=STREAM_ROUNDS, priority=running.priority)
