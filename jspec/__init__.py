@@ -9,7 +9,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jspec.api.async_llm import AsyncLLM as AsyncLLM
     from jspec.api.llm import LLM as LLM
     from jspec.api.outputs import CompletionOutput as CompletionOutput
     from jspec.api.outputs import RequestOutput as RequestOutput
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 # The module of every public name. Each is imported at its first use (PEP 562), so that
 # `import jspec.core.trees` loads neither drafters nor transformers.
 _MODULE_OF = {
-    "AsyncLLM": "jspec.api.async_llm",
     "LLM": "jspec.api.llm",
     "METHODS": "jspec.drafters",
     "RULES": "jspec.verify",

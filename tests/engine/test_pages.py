@@ -325,6 +325,7 @@ class _Counted:
 
 def consistent(table, holdings, contents):
     """Check the counts of holders, and that known pages hold the text that they are known for."""
+    assert table.window or not any(0 in holding.pages for holding in holdings)
     held = [page for holding in holdings for page in holding.pages if page]
     counts = np.bincount(held, minlength=len(table.holders))
     np.testing.assert_array_equal(table.holders, counts)
