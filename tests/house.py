@@ -20,7 +20,7 @@ jspec.models jspec.verify
 jspec.drafters jspec.checkpoints
 jspec.engine
 jspec.api
-jspec.tools
+jspec.tools jspec.server
 jspec.cli training
 jspec jspec.__main__
 benchmarks examples

@@ -28,6 +28,7 @@ from jspec.drafters import METHODS, PARALLEL
 from jspec.engine.batch import SequenceParams
 from jspec.engine.plan import Plan
 from tests import tiny
+from tests.server import live
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,6 +41,7 @@ STAND_INS = {
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": f"{DEMO}/eagle3",
 }
 CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # replaced by the embedded target and a template
+SERVER = "http://localhost:8000"  # replaced by a server of the tests
 LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; they have their own tests
 
 
@@ -109,6 +111,12 @@ def with_a_template(directory):
     return str(directory)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with live.running(live.llm(tmp_path_factory.getbasetemp() / "llm")) as server:
+        yield server
+
+
 def run(text, tmp_path, monkeypatch):
     if CHATS in text:
         text = text.replace(f'"{CHATS}"', repr(with_a_template(tmp_path / "chats")))
@@ -129,7 +137,9 @@ def runs(text):
 
 
 @pytest.mark.parametrize("text", programs(lambda text: not is_config(text) and not is_long(text)))
-def test_every_program_on_a_page_runs(text, tmp_path, monkeypatch, capsys):
+def test_every_program_on_a_page_runs(text, tmp_path, monkeypatch, capsys, request):
+    if SERVER in text:
+        text = text.replace(SERVER, request.getfixturevalue("server").url)
     names = run(text, tmp_path, monkeypatch)
     if "print(" in text:
         assert capsys.readouterr().out.strip()

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -15,40 +17,90 @@ from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.engine.admission import chunk_widths
 from jspec.engine.engine import Ticket
+from jspec.engine.launches import Launch
 from jspec.engine.sequences import SequenceParams
 from jspec.util.messages import shown
 
 _MOST_ROUNDS = 32  # of a launch
+_GRAMMAR_THREADS = 2  # grammars that are compiled at a time
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 
-@dataclasses.dataclass(eq=False)
-class _Running:
-    """A request and its reader. The thread writes, and the reader's event loop is told."""
+class RunningRequest:
+    """The outputs of a request, for one reader: an asynchronous iterator.
 
-    id: str
-    request: GenerationRequest
-    priority: int
-    loop: asyncio.AbstractEventLoop
-    has_news: asyncio.Event
-    tickets: list[Ticket] = dataclasses.field(default_factory=list)
-    num_read: int = -1  # tokens of the last output
-    output: RequestOutput | None = None
-    error: BaseException | None = None
+    It yields the texts so far each time they grow. A reader that is slower than the device misses
+    outputs, and no text: each has all of it. With ``best_of`` the last output is the only one.
+    ``close`` aborts a request that still runs.
+
+    Attributes:
+      id: of the outputs, and for ``AsyncLLM.abort``.
+      output: the last one; None before the first.
+    """
+
+    def __init__(self, id: str, request: GenerationRequest, priority: int, close: Callable):
+        self.id, self.output = id, None
+        self._request, self._priority, self._close = request, priority, close
+        self._is_whole = request.params.num_texts > request.params.n
+        self._loop, self._has_news = asyncio.get_running_loop(), asyncio.Event()
+        # The thread writes the following, and then wakes the reader.
+        self._tickets: list[Ticket] = []
+        self._num_written = -1  # tokens of the last output
+        self._error: BaseException | None = None
+        self._last: RequestOutput | None = None  # that the reader has
+
+    def __aiter__(self) -> "RunningRequest":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            if self.output is not self._last:
+                self._last = self.output
+                if self._last.finished or not self._is_whole:
+                    return self._last
+            elif self._last is not None and self._last.finished:
+                raise StopAsyncIteration
+            else:
+                await self._news()
+
+    def close(self) -> None:
+        """Abort what still runs, within one launch."""
+        self._close(self)
 
     @property
-    def is_finished(self) -> bool:
-        return all(text.finish_reason for text in self.request.transcripts)
+    def begin(self) -> float | None:
+        """When the first of its prompts left the queue, of ``time.perf_counter``; None: not yet."""
+        begins = [ticket.begin for ticket in self._tickets if ticket.begin is not None]
+        return min(begins, default=None)
 
     @property
-    def num_tokens(self) -> int:
-        answers = [text.answer for text in self.request.transcripts]
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return max((ticket.num_cached for ticket in self._tickets), default=0)
+
+    async def _news(self) -> None:
+        if self._error is None:
+            await self._has_news.wait()
+            self._has_news.clear()
+        if self._error is not None:
+            raise self._error
+
+    async def _accepted(self) -> None:
+        while not self._tickets:
+            await self._news()
+
+    @property
+    def _is_finished(self) -> bool:
+        return all(text.finish_reason for text in self._request.transcripts)
+
+    @property
+    def _num_tokens(self) -> int:
+        answers = [text.answer for text in self._request.transcripts]
         return -1 if None in answers else sum(len(answer.tokens) for answer in answers)
 
-    def tell(self) -> None:
-        """Wake the reader."""
+    def _tell(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody reads any more
-            self.loop.call_soon_threadsafe(self.has_news.set)
+            self._loop.call_soon_threadsafe(self._has_news.set)
 
 
 class AsyncLLM:
@@ -63,24 +115,32 @@ class AsyncLLM:
         ``max_model_len`` the capacity of each.
       max_num_queued: most sequences that wait for a slot; None for any number.
       launch_seconds: about how long the device runs before texts are read and requests join.
+      on_launch: called in the thread with every launch that was read, as NumPy arrays.
 
     Raises:
       ValueError: ``max_num_queued`` or ``launch_seconds`` is out of range.
     """
 
     def __init__(
-        self, llm: LLM, *, max_num_queued: int | None = None, launch_seconds: float = 0.05
+        self,
+        llm: LLM,
+        *,
+        max_num_queued: int | None = None,
+        launch_seconds: float = 0.05,
+        on_launch: Callable[[Launch], None] | None = None,
     ):
         if not launch_seconds > 0:
             raise ValueError(f"launch_seconds={shown(launch_seconds)} must be above 0.")
         self.llm, self._runtime = llm, llm.runtime
         size = llm.max_num_seqs, llm.max_model_len
-        self._engine = self._runtime.engine(*size, max_num_queued=max_num_queued)
+        options = dict(max_num_queued=max_num_queued, on_launch=on_launch)
+        self._engine = self._runtime.engine(*size, **options)
         self._launch_seconds = launch_seconds
         self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._error: BaseException | None = None  # that ended the thread
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "jspec-grammar")
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
 
@@ -90,11 +150,14 @@ class AsyncLLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def warm_up(self) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Allocate the KV cache and compile, before any request comes.
 
         Programs are those for prompts of all lengths, and for all numeric settings of sampling.
         What only few use is compiled when it is asked for: grammars, scores, lists of token ids.
+
+        Args:
+          on_progress: called with the number of steps that are done, and of all.
         """
         typical = SamplingParams(
             temperature=0.7,
@@ -111,7 +174,11 @@ class AsyncLLM:
         options = dict(max_tokens=2, stop_token_ids=ends, **typical.parameters)
         alone = [SequenceParams(prompt(width), **options) for width in chunk_widths(capacity)]
         together = [SequenceParams(prompt(1), **options)] * self.llm.max_num_seqs
-        self._runtime.warm_up(self._engine, [together, *([each] for each in alone)])
+        batches = [together, *([each] for each in alone)]
+        on_progress(0, len(batches))
+        for done, batch in enumerate(batches, 1):
+            self._runtime.warm_up(self._engine, [batch])
+            on_progress(done, len(batches))
 
     async def generate(
         self,
@@ -123,8 +190,24 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yield its texts so far each time they grow.
 
-        A reader that is slower than the device misses outputs, and no text: each has all of it. The
-        last one is that of ``LLM.generate``. With ``best_of`` it is the only one.
+        It is ``submit`` and a loop over its outputs. The last one is that of ``LLM.generate``.
+        """
+        running = await self.submit(prompt, sampling_params, request_id, priority=priority)
+        try:
+            async for output in running:
+                yield output
+        finally:
+            running.close()
+
+    async def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> RunningRequest:
+        """Queue a request; return it once it is accepted. Its reader must ``close`` it.
 
         Args:
           prompt: as of ``LLM.generate``, one.
@@ -137,34 +220,53 @@ class AsyncLLM:
           RuntimeError: this was closed, or the device failed for this request.
           ValueError: the request is not valid; nothing has run then.
         """
-        batch = await asyncio.to_thread(self.llm.resolve, prompt, sampling_params)
-        if len(batch) != 1:
-            raise ValueError(f"prompt has {len(batch)} prompts; call generate once for each.")
-        name = str(batch[0].number) if request_id is None else request_id
-        if name in self._running:
-            raise ValueError(f"request_id={shown(name)} is running already; take another one.")
-        where = asyncio.get_running_loop(), asyncio.Event()
-        running = self._running[name] = _Running(name, batch[0], priority, *where)
-        self._inbox.put(lambda: self._begin(running))
+        ids = None if request_id is None else [request_id]
+        together = await self.submit_all(prompt, sampling_params, ids, priority=priority)
+        if len(together) != 1:
+            for running in together:
+                running.close()
+            raise ValueError(f"prompt has {len(together)} prompts; call submit_all.")
+        return together[0]
+
+    async def submit_all(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RunningRequest]:
+        """Queue a request for each prompt, all or none; errors are those of ``submit``."""
+        batch = await self._resolved(prompts, sampling_params)
+        names = [str(each.number) for each in batch] if request_ids is None else request_ids
+        for index, name in enumerate(names):
+            if name in self._running or name in names[:index]:
+                raise ValueError(f"request_id={shown(name)} is running already; take another one.")
+        pairs = zip(names, batch, strict=True)
+        together = [RunningRequest(*pair, priority, self._close) for pair in pairs]
+        self._running |= {running.id: running for running in together}
+        self._inbox.put(lambda: self._begin(together))
         if self._error is not None:
             self._fail_all()  # the thread has ended, and reads no more
-        is_whole = batch[0].params.num_texts > batch[0].params.n
-        output = None
         try:
-            while True:
-                await running.has_news.wait()
-                running.has_news.clear()
-                if running.error is not None:
-                    raise running.error
-                if running.output is output:
-                    continue  # two outputs came while the first one was read
-                output = running.output
-                if output.finished or not is_whole:
-                    yield output
-                if output.finished:
-                    return
-        finally:
-            self._inbox.put(lambda: self._end(running))
+            for running in together:
+                await running._accepted()
+        except BaseException:
+            for running in together:
+                running.close()
+            raise
+        return together
+
+    async def _resolved(self, prompts: Any, params: Any) -> list[GenerationRequest]:
+        """Resolve requests in a thread; grammars may take long, and must not hold up others."""
+        each = params if isinstance(params, Sequence) else [params]
+        has_grammar = any(getattr(one, "structured_outputs", None) for one in each)
+        executor = self._grammar_threads if has_grammar else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, self.llm.resolve, prompts, params)
+
+    def _close(self, running: RunningRequest) -> None:
+        self._inbox.put(lambda: self._end(running))
 
     def abort(self, request_id: str) -> None:
         """End a request: texts that still run end as they are, with finish_reason "abort".
@@ -180,10 +282,31 @@ class AsyncLLM:
         """Requests that run or wait."""
         return len(self._running)
 
+    @property
+    def running_ids(self) -> list[str]:
+        """The ids of requests that run or wait."""
+        return list(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return self._engine.num_waiting
+
+    @property
+    def num_in_slots(self) -> int:
+        """Sequences that run."""
+        return self._engine.num_running
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the thread; None while it runs."""
+        return self._error
+
     def close(self) -> None:
         """End all requests and the thread, and wait for it: for a launch at most."""
         self._inbox.put(None)
         self._thread.join()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     # -------------------------------------------------------------------------------- the thread
 
@@ -197,6 +320,9 @@ class AsyncLLM:
         except BaseException as error:
             self._error = error
         self._fail_all()
+        with contextlib.suppress(Exception):  # prompts that were half read hold pages
+            while not self._engine.is_idle:
+                self._runtime.step(self._engine)
 
     def _receive(self) -> bool:
         """Take what came, and wait if nothing runs; return False at the end."""
@@ -215,7 +341,7 @@ class AsyncLLM:
         """Run launches of about ``launch_seconds``."""
         rounds = max(1, min(round(self._launch_seconds / self._round_seconds), _MOST_ROUNDS))
         for running in list(self._running.values()):
-            for ticket in running.tickets:
+            for ticket in running._tickets:
                 ticket.rounds = rounds
         begin = perf_counter()
         self._runtime.step(self._engine)
@@ -223,33 +349,39 @@ class AsyncLLM:
         taken = min(taken, 2 * past)  # a step that compiled tells nothing
         self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
-    def _begin(self, running: _Running) -> None:
-        if self._running.get(running.id) is not running:
-            return  # its reader has left
+    def _begin(self, together: Sequence[RunningRequest]) -> None:
+        if any(self._running.get(running.id) is not running for running in together):
+            return  # their reader has left
         try:
-            options = dict(engine=self._engine, rounds=STREAM_ROUNDS, priority=running.priority)
-            _, running.tickets = self._runtime.submit([running.request], **options)
+            batch = [running._request for running in together]
+            options = dict(rounds=STREAM_ROUNDS, priority=together[0]._priority)
+            tickets = iter(self._runtime.submit(batch, engine=self._engine, **options)[1])
         except Exception as error:
-            self._fail(running, error)
+            for running in together:
+                self._fail(running, error)
+            return
+        for running in together:
+            running._tickets = list(itertools.islice(tickets, len(running._request.sequences)))
+            running._tell()
 
-    def _report(self, running: _Running) -> None:
+    def _report(self, running: RunningRequest) -> None:
         """Tell the reader what is new."""
-        for ticket in running.tickets:
+        for ticket in running._tickets:
             if ticket.error is not None:
                 self._fail(running, ticket.error)
                 return
-        count, is_finished = running.num_tokens, running.is_finished
-        if count < 0 or (count == running.num_read and not is_finished):
+        count, is_finished = running._num_tokens, running._is_finished
+        if count < 0 or (count == running._num_written and not is_finished):
             return
-        running.num_read = count
-        output = running.request.output(self.llm.detailed)
+        running._num_written = count
+        output = running._request.output(self.llm.detailed)
         running.output = dataclasses.replace(output, request_id=running.id)
         if is_finished:
             self._end(running)
-        running.tell()
+        running._tell()
 
-    def _abort(self, running: _Running) -> None:
-        output = running.request.output(self.llm.detailed)
+    def _abort(self, running: RunningRequest) -> None:
+        output = running._request.output(self.llm.detailed)
         ended = [
             dataclasses.replace(text, finish_reason=text.finish_reason or "abort")
             for text in output.outputs
@@ -257,22 +389,22 @@ class AsyncLLM:
         changes = dict(request_id=running.id, outputs=ended, finished=True)
         running.output = dataclasses.replace(output, **changes)
         self._end(running)
-        running.tell()
+        running._tell()
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: RunningRequest) -> None:
         """Forget a request, and abort what still runs of it."""
         if self._running.get(running.id) is running:
             del self._running[running.id]
-            self._runtime.leave(self._engine, [running.request], running.tickets)
+            self._runtime.leave(self._engine, [running._request], running._tickets)
 
-    def _fail(self, running: _Running, error: BaseException) -> None:
-        running.error = error
+    def _fail(self, running: RunningRequest, error: BaseException) -> None:
+        running._error = error
         self._end(running)
-        running.tell()
+        running._tell()
 
     def _fail_all(self) -> None:
         for running in list(self._running.values()):
             with contextlib.suppress(Exception):  # the engine's own, which all readers get
                 self._end(running)
-            running.error = self._error
-            running.tell()
+            running._error = self._error
+            running._tell()

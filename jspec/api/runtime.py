@@ -107,9 +107,11 @@ class Runtime:
             if pool is not None:
                 pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.queries, pool.hits)
+            on_launch, engine.on_launch = engine.on_launch, None
             for sequences in batches:
                 engine.shared = init_shared(self.plan)
                 engine.warm_up(sequences, cache_salt="warm-up")
+            engine.on_launch = on_launch
             if pool is not None:
                 pool.queries, pool.hits = counted
             self.profile = engine.profile.without_functions()

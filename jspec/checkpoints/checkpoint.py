@@ -225,6 +225,18 @@ def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
     return tuple(sorted(stops))
 
 
+def generation_config(source: PathLike) -> dict | None:
+    """Return the generation_config.json of a model's directory; None if it has none.
+
+    Raises:
+      ValueError: it is malformed, or there is no such directory.
+    """
+    file = gguf_files.find(source)
+    directory = file.parent if file else model_files.locate(source)
+    path = directory / "generation_config.json"
+    return model_files.read_json(path) if path.is_file() else None
+
+
 def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
     try:
         return families.find(raw).read(raw)

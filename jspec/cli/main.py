@@ -17,6 +17,8 @@ from jspec.cli.certify import certify
 from jspec.cli.chat import chat
 from jspec.cli.generate import generate, trace
 from jspec.cli.options import option
+from jspec.cli.run_batch import run_batch
+from jspec.cli.serve import serve
 from jspec.cli.tune import tune
 
 # transformers reads them at import. Its advice to install torch would mislead: jspec needs none.
@@ -117,5 +119,7 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
-for command in (chat, generate, models, trace, bench, tune, methods, demo, certify):
+for command in (chat, generate, models, trace, bench, tune, methods, demo, certify, run_batch):
     app.command()(command)
+# Flags of vLLM that jspec lacks are refused with a reason.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

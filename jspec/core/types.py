@@ -235,7 +235,7 @@ class Drafter(Rounds, Protocol):
     * ``init_shared`` and ``on_finished``: see ``Sharing``;
     * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
     * ``backlog``: a setting, the most committed tokens that a round prefills;
-    * ``missing``: see ``jspec.drafters.adaptive.backlog.Following``;
+    * ``missing``: see ``jspec.drafters.base.backlog.Following``;
     * ``lookahead``: its caches may have pages, since it reads them by ``models.attention``. It is
       the number of tokens after a position that an entry depends on, or None if the memory cannot
       start behind a cached prefix. Without it, caches have no pages;

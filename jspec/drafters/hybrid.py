@@ -20,7 +20,7 @@ from flax import struct
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
 from jspec.core.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.trees import merge, tree_settings
 from jspec.util.messages import shown
 

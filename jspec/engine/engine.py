@@ -33,7 +33,7 @@ import numpy as np
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params, Request, Shared
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import admission, answers
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
@@ -71,6 +71,8 @@ class Ticket:
     scoring: Scoring | None = None
     num_preemptions: int = 0
     follower: Follower | None = None  # of a grammar on the host
+    begin: float | None = None  # seconds of time.perf_counter, when it first left the queue
+    num_cached: int = 0  # tokens of the prompt that known pages had then
     is_suspect: bool = False  # of having made a launch fail: it must run alone
     error: Exception | None = None  # that ended it
 
@@ -130,6 +132,7 @@ class Engine:
       shared: the drafter's state that outlives calls; consumed. None for an empty one.
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
+      on_launch: called with every launch that was read, as NumPy arrays.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -146,6 +149,7 @@ class Engine:
         shared: Shared | None = None,
         pool: Pool | None = None,
         max_num_queued: int | None = None,
+        on_launch: Callable[[Launch], None] | None = None,
     ):
         for name, value in (("num_slots", num_slots), ("max_num_queued", max_num_queued)):
             if value is not None and not is_whole(value, 1):
@@ -156,6 +160,7 @@ class Engine:
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
+        self.on_launch = on_launch
         self._arrivals = itertools.count()
         self._waiting: list[Ticket] = []  # a heap
         self._staged: _Staged | None = None
@@ -179,6 +184,16 @@ class Engine:
     def is_idle(self) -> bool:
         """True if no sequence waits or runs."""
         return not (self._has_waiting() or self._staged or any(self._slots))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return sum(not ticket.finished for ticket in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return sum(ticket is not None for ticket in self._slots)
 
     def submit(
         self,
@@ -312,8 +327,7 @@ class Engine:
         return True
 
     def _check_room(self) -> None:
-        waiting = sum(not ticket.finished for ticket in self._waiting)
-        if self.max_num_queued is not None and waiting >= self.max_num_queued:
+        if self.max_num_queued is not None and self.num_waiting >= self.max_num_queued:
             raise queue.Full(
                 f"max_num_queued={self.max_num_queued} sequences wait already; submit this one "
                 "later, or allow more."
@@ -372,6 +386,8 @@ class Engine:
                 break
             cached[len(tickets)] = num_known
             tickets.append(heapq.heappop(self._waiting))
+            if tickets[-1].begin is None:
+                tickets[-1].begin, tickets[-1].num_cached = time.perf_counter(), num_known
             self.profile = self.profile.grown([tickets[-1].sequence])
         if tickets:
             self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))
@@ -595,6 +611,8 @@ class Engine:
             elif has_ended:
                 ticket.answer = dataclasses.replace(ticket.answer, finish_reason="stop")
                 self._leave(ticket)
+        if self.on_launch is not None:
+            self.on_launch(ran)
 
     def _brought(self, dispatched: _Dispatched) -> Launch:
         """Bring a launch to the host; learn what it took, if it was seen to begin and to end."""

@@ -77,6 +77,15 @@ def chat_model() -> Path:
     )
 
 
+def served_model() -> tuple[Path, dict]:
+    """Return ``chat_model`` if it is installed, else the embedded model, with its drafter."""
+    with contextlib.suppress(ValueError):
+        return chat_model(), CHAT_CONFIG
+    demo = EMBEDDED / "demo"
+    config = {"method": "eagle3", "model": str(demo / "eagle3"), "num_speculative_tokens": 4}
+    return demo / "target", config
+
+
 _Candidate = tuple[str, Path, str]  # name, path, origin
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.budget import MOST_SURE, Budget, expected
 from jspec.engine.costs import Costs
 from jspec.engine.launches import Launch

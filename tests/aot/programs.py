@@ -15,7 +15,7 @@ from jspec.core import kv_cache
 from jspec.core.sampling import FILTERS
 from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.budget import Budget
 from jspec.engine.loop import DecodeState, init_shared, launch
 from jspec.engine.pages import page_layers

@@ -112,6 +112,20 @@ def test_a_reader_that_leaves_aborts_its_request_and_no_other(served, expected):
     assert served.num_running == 0 and served.llm.runtime.pool.table.num_used == 0
 
 
+def test_no_page_is_held_after_the_end(llm):
+    async def begin(served, seconds):
+        running = await served.submit("x", params(0, max_tokens=80, ignore_eos=True))
+        await anext(running)
+        prompts = [{"prompt_token_ids": list(range(1, 20 + 7 * index))} for index in range(9)]
+        await served.submit_all(prompts, params(0, max_tokens=9, ignore_eos=True))
+        await asyncio.sleep(seconds)
+
+    for count in range(30):  # the end comes before, while or after prompts are read
+        with AsyncLLM(llm, launch_seconds=0.001) as served:
+            asyncio.run(begin(served, 0.0005 * count))
+        assert llm.runtime.pool.table.num_used == 0
+
+
 def test_abort_ends_the_text_as_it_is(served):
     async def abort():
         stream = served.generate(PROMPTS[0], params(0, max_tokens=80, ignore_eos=True), "mine")

@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec.core.logprobs import Scoring
 from jspec.drafters import Hybrid, ParallelDraftModel
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.batch import SequenceParams, generate_sequences, start
 from jspec.engine.profile import Profile
 from jspec.models.decoder import Decoder

@@ -12,7 +12,7 @@ from jspec import verify
 from jspec.api import config
 from jspec.core.types import Params
 from jspec.drafters import NGram, ParallelDraftModel, Suffix
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import batch as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan

@@ -8,7 +8,7 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import batch as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan

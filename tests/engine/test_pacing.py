@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jspec.core import trees
 from jspec.core.types import Draft, Params
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import loop
 from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.budget import Budget, expected

@@ -20,7 +20,7 @@ from jspec.api.config.keys import (
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
 from jspec.core.types import Drafter
 from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.hybrid import Hybrid
 from jspec.drafters.trees import tree_settings
 from jspec.engine.loading import LoadedModel

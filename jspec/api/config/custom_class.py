@@ -20,7 +20,7 @@ from jspec import verify
 from jspec.api.config.keys import CUSTOM_CLASS, KEYS, RULE_KEYS
 from jspec.core import validation
 from jspec.core.types import Drafter, Sharing
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.models.decoder import Decoder
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import imported

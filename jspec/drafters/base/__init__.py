@@ -1,1 +1,1 @@
-"""Shared code of drafters that have a head."""
+"""Shared code of drafters that have a head, and of those whose K changes."""

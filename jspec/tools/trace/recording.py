@@ -18,7 +18,7 @@ from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, Drafter, History, Params, Rounds, Shared
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.batch import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

@@ -10,7 +10,7 @@ from jspec.api.build import Build, build_plan
 from jspec.core import trees
 from jspec.core.trees import StaticTree
 from jspec.core.types import Drafter
-from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.trees import tree_settings
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel

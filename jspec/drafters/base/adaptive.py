@@ -12,7 +12,7 @@ from flax import struct
 
 from jspec.core import modes, validation
 from jspec.core.types import Array, Drafter, History, Rounds, Sharing
-from jspec.drafters.adaptive import backlog
+from jspec.drafters.base import backlog
 from jspec.drafters.trees import tree_settings
 
 

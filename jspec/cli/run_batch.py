@@ -1,0 +1,65 @@
+"""``jspec run-batch``: the requests of a file, answered into a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from jspec.cli import options, server_options
+from jspec.cli.options import option
+
+_Input = option(Path, "File of requests, in OpenAI's batch format.", "-i", "--input-file")
+_Output = option(Path, "File for the answers; it must not exist.", "-o", "--output-file")
+
+
+def run_batch(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A local directory, a GGUF file, or a model id on the hub. Default: as of serve."
+        ),
+    ] = None,
+    input_file: option(
+        Path, "File of requests, in OpenAI's batch format.", "-i", "--input-file"
+    ) = ...,
+    output_file: option(
+        Path, "File for the answers; it must not exist.", "-o", "--output-file"
+    ) = ...,
+    served_model_name: option(list[str] | None, "The model's name in requests.") = None,
+    speculative_config: options.Config = None,
+    dtype: options.Dtype = "auto",
+    seed: option(int, "Seed of requests without one.") = 0,
+    max_model_len: option(int | None, "Longest text, prompt included.") = None,
+    max_num_seqs: option(int, "Sequences that run together.", min=1) = 32,
+    chat_template: option(str | None, "Jinja, or a file with it. Default: the model's.") = None,
+    generation_config: option(str, "As of serve.") = "auto",
+    tool_call_parser: option(str | None, "As of serve.") = None,
+) -> None:
+    """Answer the requests of a batch file; a run that was killed goes on where it was."""
+    with server_options.named_extra():
+        from jspec.server import batch, run
+    lines = batch.read(input_file)
+    output = batch.Output(output_file, lines)
+    config = options.speculative_config(speculative_config)
+    sizes = dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    with options.busy("loading"):
+        llm, name = server_options.loaded(model, config, dtype=dtype, seed=seed, **sizes)
+        settings = server_options.settings_of(
+            llm,
+            model_names=tuple(served_model_name or [name]),
+            defaults=generation_config,
+            chat_template=chat_template,
+            tool_parser=tool_call_parser,
+        )
+    console = Console(stderr=True)
+    with Progress(console=console) as bar:
+        done = len(output.done)
+        task = bar.add_task("answering", total=len(lines), completed=done)
+        num_failed = run.answer_batch(
+            llm, settings, lines, output, on_answer=lambda: bar.advance(task)
+        )
+    note = f"{len(lines)} answers in {output_file}"
+    note += f", {done} of them from the run before" if done else ""
+    console.print(f"{note}; {num_failed} of this run are errors.", markup=False)

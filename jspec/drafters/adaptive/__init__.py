@@ -1,1 +1,0 @@
-"""Draft length that follows the batch."""

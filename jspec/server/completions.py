@@ -1,0 +1,145 @@
+"""/v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from jspec.api.outputs import RequestOutput
+from jspec.api.sampling_params import SamplingParams
+from jspec.server import prompts, sampling, scores, usage
+from jspec.server.errors import RequestError
+from jspec.server.fields import CompletionFields
+from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
+
+
+async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | Response:
+    """Answer a request of /v1/completions: whole, or as events with ``stream``.
+
+    Raises:
+      RequestError: the request is refused, or its text failed.
+    """
+    fields.check()
+    server.check_model(fields.model)
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs are not streamed; send echo with logprobs, or leave stream out.",
+            param="prompt_logprobs",
+        )
+    # A prompt alone is scored with one token after it, which is dropped.
+    is_prompt_alone = bool(fields.echo) and fields.max_tokens == 0
+    asked = 1 if is_prompt_alone else fields.max_tokens
+    given = await server.in_thread(lambda: prompts.of_completion(server, fields))
+    params = await server.in_thread(
+        lambda: [_params(server, fields, prompt, asked) for prompt in given],
+        has_grammar=fields.has_grammar,
+    )
+    id = f"cmpl-{fields.request_id or uuid.uuid4().hex}"
+    batch = await server.submit(given, params, fields, id)
+    form = _Form(server, fields, id, params[0].n, is_prompt_alone)
+    if fields.stream:
+        return Events(batch, form.events(batch))
+    outputs = await batch.last()
+    choices = [
+        form.choice(index, output, whole(text))
+        for index, output in enumerate(outputs)
+        for text in output.outputs
+    ]
+    return {**form.head, "choices": choices, "usage": form.usage(outputs, batch)}
+
+
+def _params(
+    server: Server, fields: CompletionFields, prompt: prompts.Prompt, max_tokens: int | None
+) -> SamplingParams:
+    echoed = (
+        {} if not fields.echo or fields.logprobs is None else {"prompt_logprobs": fields.logprobs}
+    )
+    room = server.room(len(prompt["prompt_token_ids"]), max_tokens)
+    options = dict(max_tokens=room, logprobs=fields.logprobs, **echoed)
+    return sampling.params_of(fields, server.settings.defaults, **options)
+
+
+class _Form:
+    """The form of the answer to one request."""
+
+    def __init__(
+        self, server: Server, fields: CompletionFields, id: str, n: int, is_prompt_alone: bool
+    ):
+        self._server, self._fields, self._n = server, fields, n
+        self._is_prompt_alone = is_prompt_alone
+        as_ids = bool(fields.return_tokens_as_token_ids)
+        self._tokenizer = server.llm.get_tokenizer()
+        self._names = scores.TokenNames(self._tokenizer, as_ids)
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        created = int(time.time())
+        self.head = dict(id=id, object="text_completion", created=created, model=server.model_name)
+
+    async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a stream."""
+        options = self._fields.stream_options
+        is_counted = bool(options and options.include_usage)
+        is_always_counted = is_counted and bool(options.continuous_usage_stats)
+        cursors: dict[int, Cursor] = {}
+        last: dict[int, RequestOutput] = {}
+        async for index, output in batch.outputs():
+            last[index] = output
+            for text in output.outputs:
+                number = index * self._n + text.index
+                piece = cursors.setdefault(number, Cursor()).advance(text)
+                if piece.is_empty:
+                    continue
+                event = {**self.head, "choices": [self.choice(index, output, piece)]}
+                if is_counted:
+                    event["usage"] = self.usage(last.values(), batch) if is_always_counted else None
+                yield event
+        if is_counted:
+            yield {**self.head, "choices": [], "usage": self.usage(last.values(), batch)}
+
+    def choice(self, index: int, output: RequestOutput, piece: Piece) -> dict[str, Any]:
+        """Return a piece of a text, of the prompt with an index."""
+        fields, number = self._fields, index * self._n + piece.output.index
+        is_echoed = bool(fields.echo) and piece.is_first
+        text, ids, scored = piece.text, piece.token_ids, piece.logprobs
+        if self._is_prompt_alone:
+            text, ids, scored = "", [], scored and []
+        if is_echoed:
+            prompt = output.prompt_token_ids
+            text = self._prompt_text(output) + text
+            ids = [*prompt, *ids]
+            scored = None if scored is None else [*output.prompt_logprobs, *scored]
+        choice = {
+            "index": number,
+            "text": text,
+            "logprobs": None if scored is None else self._logprobs(number, ids, scored),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.output.stop_reason,
+        }
+        if fields.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if piece.is_first else None
+        if fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
+        if self._server.settings.shows_stats and piece.finish_reason:
+            choice["speculative_decoding_stats"] = piece.output.speculative_decoding_stats
+        return choice
+
+    def usage(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Return ``usage`` for outputs so far."""
+        has_stats = bool(self._fields.speculative_decoding_stats)
+        counted = usage.of(outputs, batch.running, has_stats=has_stats)
+        if self._is_prompt_alone:
+            counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+        return counted
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self._fields.truncate_prompt_tokens is None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids)
+
+    def _logprobs(self, number: int, ids: list[int], scored: scores.Scores) -> dict[str, Any]:
+        offset = self._offsets.get(number, 0)
+        listed = scores.of_completion(ids, scored, self._names, offset)
+        self._offsets[number] = offset + sum(map(len, listed["tokens"]))
+        return listed

@@ -1,0 +1,188 @@
+"""The fields of requests. Those of vLLM beside OpenAI's have vLLM's names and meanings."""
+
+import logging
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from jspec.server.errors import RequestError
+from jspec.util.messages import printable
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()  # unknown fields; a client sends them with each request
+_MOST_WARNED = 100
+# Fields that do not change a text.
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
+_WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention"}
+# Known fields that jspec lacks, with the values that mean nothing, and a remedy.
+_OFF = (None, False, [], {}, "")
+_NOT_YET: dict[str, tuple[tuple, str]] = {
+    "suffix": (_OFF, "jspec completes texts at their end"),
+    "use_beam_search": (_OFF, "draw with best_of instead"),
+    "length_penalty": ((None, 1, 1.0), "it belongs to beam search"),
+    "prompt_embeds": (_OFF, "send text or token ids"),
+    "functions": (_OFF, "send tools"),
+    "function_call": ((None, "none"), "send tool_choice"),
+    "audio": (_OFF, "answers are text"),
+    "modalities": ((None, [], ["text"]), "answers are text"),
+    "prediction": (_OFF, "the server chooses the drafter"),
+    "web_search_options": (_OFF, "the model searches nothing"),
+    "logits_processors": (_OFF, "give them to jspec.LLM"),
+    "vllm_xargs": (_OFF, "it has no meaning here"),
+    "kv_transfer_params": (_OFF, "there is one engine"),
+    "mm_processor_kwargs": (_OFF, "prompts are text"),
+    "thinking_token_budget": (_OFF, "set max_tokens"),
+    "spaces_between_special_tokens": ((None, True), "texts have the tokenizer's own spaces"),
+    "include_reasoning": ((None, True), "the text holds what the model writes"),
+    "guided_json": (_OFF, "send structured_outputs"),
+    "guided_regex": (_OFF, "send structured_outputs"),
+    "guided_choice": (_OFF, "send structured_outputs"),
+    "guided_grammar": (_OFF, "send structured_outputs"),
+    "previous_response_id": (_OFF, "send the conversation in input"),
+    "conversation": (_OFF, "send the conversation in input"),
+    "background": (_OFF, "wait for the answer"),
+    "include": (_OFF, "there is nothing to include"),
+    "truncation": ((None, "disabled"), "shorten the input"),
+    "prompt": (_OFF, "send input"),
+    "reasoning": (_OFF, "the text holds what the model writes"),
+    "echo": (_OFF, "it belongs to /v1/completions"),
+    "add_special_tokens": (_OFF, "the chat template writes them"),
+}
+
+
+class _Fields(BaseModel):
+    model_config: ClassVar = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Warn of unknown fields once, and refuse those that are known and not supported.
+
+        Raises:
+          RequestError: such a field has an effect.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOT_YET:
+                values, remedy = _NOT_YET[name]
+                if not any(type(value) is type(each) and value == each for each in values):
+                    raise RequestError(f"{name} is not supported: {remedy}.", param=name)
+            elif name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
+                _warned.add(name)
+                _log.warning("field %s is unknown, and has no effect", printable(name, 60))
+
+
+class StreamOptions(_Fields):
+    """``stream_options``: whether a last chunk, and whether every chunk has the usage."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationFields(_Fields):
+    """The fields that all ways to generate have; ``SamplingParams`` describes most of them."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last ones; -1 for those that fit
+    priority: int | None = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    # Whether ``usage`` has the counts of drafts and their acceptance.
+    speculative_decoding_stats: bool | None = False
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if a grammar forms the text."""
+        return bool(self.structured_outputs or self.response_format)
+
+
+class CompletionFields(GenerationFields):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    add_special_tokens: bool | None = True
+
+
+class ChatFields(GenerationFields):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class ResponseFields(_Fields):
+    """The body of /v1/responses, of which text is supported."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+
+class TokenizeFields(_Fields):
+    """The body of /tokenize: ``prompt``, or ``messages`` for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = True
+    add_generation_prompt: bool | None = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeFields(_Fields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class AbortFields(_Fields):
+    """The body of /abort_requests; without ids all requests end."""
+
+    request_ids: list[str] | None = None

@@ -1,0 +1,48 @@
+"""Logs: lines of text or of JSON, each with the id of its request, on standard error."""
+
+import json
+import logging
+import time
+from typing import Any
+
+from jspec.server.gate import request_id
+
+FORMATS = ("text", "json")
+
+
+def install(kind: str) -> None:
+    """Write the lines of the server to standard error, as "text" or as "json"."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if kind == "json" else _Text())
+    log = logging.getLogger("jspec")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    facts = getattr(record, "facts", {})
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items()}
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one line, and a traceback below it if there is one."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        facts = "".join(f" {name}={value}" for name, value in _facts(record).items())
+        line = f"{clock} {record.levelname} [{request_id.get()}] {record.getMessage()}{facts}"
+        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one object on a line."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "request_id": request_id.get(),
+            "message": record.getMessage(),
+            **_facts(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

@@ -1,0 +1,141 @@
+"""Prompts of requests: text, token ids, and conversations."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.server.errors import RequestError, refusals
+from jspec.server.fields import ChatFields, CompletionFields, TokenizeFields
+from jspec.server.serving import Server
+from jspec.util.messages import shown
+from jspec.util.values import encodes
+
+Prompt = dict[str, Any]  # as ``LLM.generate`` takes it, with ``prompt_token_ids``
+_MOST_PROMPTS = 2048  # of one request, as OpenAI
+
+
+def of_completion(server: Server, fields: CompletionFields) -> list[Prompt]:
+    """Return the prompts of /v1/completions.
+
+    Raises:
+      RequestError: there is none, there are too many, or one is empty.
+    """
+    given = fields.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    items = [given] if is_one else given
+    if not 1 <= len(items) <= _MOST_PROMPTS:
+        raise RequestError(
+            f"prompt must hold 1 to {_MOST_PROMPTS} prompts, got {len(items)}.", param="prompt"
+        )
+    prompts = [_encoded(server, item, fields.add_special_tokens is not False) for item in items]
+    return [_truncated(server, prompt, fields.truncate_prompt_tokens) for prompt in prompts]
+
+
+def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
+    """Return the prompt of a conversation.
+
+    Raises:
+      RequestError: a message is malformed, or the chat template refuses them.
+    """
+    messages = [_message(index, each) for index, each in enumerate(fields.messages)]
+    get = lambda name, default=None: getattr(fields, name, default)
+    variables = dict(get("chat_template_kwargs") or {})
+    for name in ("documents", "reasoning_effort"):
+        if get(name) is not None:
+            variables[name] = get(name)
+    is_continued = bool(get("continue_final_message"))
+    if is_continued:
+        variables["continue_final_message"] = True
+    if get("chat_template") is not None and not server.settings.trusts_chat_templates:
+        raise RequestError(
+            "chat_template is not taken from requests; start the server with "
+            "--trust-request-chat-template, or with --chat-template.",
+            param="chat_template",
+        )
+    try:
+        (prompt,) = server.llm.chat_prompts(
+            messages,
+            chat_template=get("chat_template") or server.settings.chat_template,
+            add_generation_prompt=fields.add_generation_prompt is not False and not is_continued,
+            tools=fields.tools or None,
+            chat_template_kwargs=variables,
+        )
+    except ValueError as error:
+        raise RequestError(str(error), status=422, param="messages") from None
+    return _truncated(server, prompt, get("truncate_prompt_tokens"))
+
+
+def encode(server: Server, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a text."""
+    if not encodes(text):
+        raise RequestError("the prompt has half of a surrogate pair; send text.", param="prompt")
+    with refusals():
+        tokenizer = server.llm.get_tokenizer()
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _encoded(server: Server, item: str | list[int], add_special_tokens: bool) -> Prompt:
+    if not isinstance(item, str):
+        return {"prompt_token_ids": item}
+    return {"prompt": item, "prompt_token_ids": encode(server, item, add_special_tokens)}
+
+
+def _truncated(server: Server, prompt: Prompt, count: int | None) -> Prompt:
+    """Cut a prompt to its last ``count`` tokens; -1 for those that fit, None for all."""
+    if count is None:
+        return prompt
+    most = server.llm.max_model_len - 1
+    if count == -1:
+        count = most
+    if not 1 <= count <= most:
+        raise RequestError(
+            f"truncate_prompt_tokens={count} must be -1 or from 1 to {most}.",
+            param="truncate_prompt_tokens",
+        )
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][-count:]}
+
+
+def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates read it.
+
+    Parts of text are joined, and the arguments of tool calls are parsed.
+    """
+    where = f"messages[{index}]"
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str):
+        raise RequestError(f"{where}.role={shown(role)} must be text.", param="messages")
+    message = dict(given, role="system" if role == "developer" else role)
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        message["content"] = "\n".join(_text_of(where, part) for part in content)
+    elif content is None and given.get("tool_calls"):
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content={shown(content)} must be text, or a list of parts of text.",
+            param="messages",
+        )
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call(where, call) for call in given["tool_calls"]]
+    return message
+
+
+def _text_of(where: str, part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return part["text"]
+    raise RequestError(
+        f"{where}.content has the part {shown(part, 80)}; only parts of text are supported.",
+        param="messages",
+    )
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as templates of models expect."""
+    try:
+        function = dict(call["function"])
+        arguments = function.get("arguments") or "{}"
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "arguments": parsed}}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise RequestError(
+            f"{where}.tool_calls must hold functions whose arguments are JSON.", param="messages"
+        ) from None

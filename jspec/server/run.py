@@ -1,0 +1,155 @@
+"""Run the server: bind, compile, answer, and drain at the end."""
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from jspec.api.async_llm import AsyncLLM
+from jspec.api.llm import LLM
+from jspec.server import app, batch
+from jspec.server.metrics import Observer
+from jspec.server.serving import Server, Settings
+from jspec.util.messages import shown
+
+_log = logging.getLogger(__name__)
+_MOST_HEADER_BYTES = 64 << 10
+_IDLE_SECONDS = 15  # of a connection between two requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The address of a server, its keys and its limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 for any free one
+    root_path: str = ""
+    api_keys: tuple[str, ...] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    max_body_bytes: int = 8 << 20
+    drain_seconds: float = 120.0  # longest time for running requests after SIGTERM
+
+    def bound(self) -> socket.socket:
+        """Return a socket at the address, before the model is loaded.
+
+        Raises:
+          ValueError: the address is taken or not ours.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((self.host, self.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(
+                f"--host {shown(self.host)} --port {self.port}: {reason}; take another address."
+            ) from None
+        return bound
+
+
+def serve(
+    llm: LLM,
+    settings: Settings,
+    network: Network,
+    bound: socket.socket,
+    *,
+    max_num_queued: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; running requests then finish first.
+
+    A second signal ends at once.
+
+    Args:
+      llm: the loaded models.
+      settings: of the API.
+      network: limits, keys and certificates.
+      bound: a socket of ``network.bound``.
+      max_num_queued: as of ``AsyncLLM``.
+      on_progress: as of ``AsyncLLM.warm_up``.
+      on_ready: called with the server's address once it answers.
+    """
+    observer = Observer(llm, settings.model_names[0])
+    options = dict(max_num_queued=max_num_queued, on_launch=observer.see_launch)
+    with AsyncLLM(llm, **options) as served:
+        observer.attach(served)
+        served.warm_up(on_progress)
+        server = Server(served, settings, observer)
+        limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
+        api = app.create(server, root_path=network.root_path, **limits)
+        _Uvicorn(api, server, network, on_ready).run([bound])
+
+
+def answer_batch(
+    llm: LLM, settings: Settings, lines: list[batch.Line], output: batch.Output, **options: Any
+) -> int:
+    """Answer a batch file, without a network; return the number of requests that failed.
+
+    ``options`` are those of ``batch.run``. The output stays partial if this is interrupted.
+    """
+    observer = Observer(llm, settings.model_names[0])
+    try:
+        with AsyncLLM(llm, on_launch=observer.see_launch) as served:
+            server = Server(served, settings, observer)
+            together = dict(num_together=4 * llm.max_num_seqs)
+            num_failed = asyncio.run(batch.run(server, lines, output, **together, **options))
+    finally:
+        output.close()
+    output.finish()
+    return num_failed
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that answers 503 while running requests finish, and then ends."""
+
+    def __init__(self, api: Any, server: Server, network: Network, on_ready: Callable[[str], None]):
+        config = uvicorn.Config(
+            api,
+            http="h11",  # the one that bounds headers
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            timeout_keep_alive=_IDLE_SECONDS,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            ssl_keyfile=network.ssl_keyfile,
+            ssl_certfile=network.ssl_certfile,
+        )
+        super().__init__(config)
+        self._server, self._network, self._on_ready = server, network, on_ready
+        self._end: float | None = None  # of draining
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = sockets[0].getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            self._on_ready(f"{'https' if self.config.is_ssl else 'http'}://{host}:{port}")
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to drain; the second time, end at once."""
+        if self._server.is_draining:
+            self.force_exit = sig == signal.SIGINT
+            super().handle_exit(sig, frame)
+            return
+        self._server.is_draining = True
+        self._end = time.monotonic() + self._network.drain_seconds
+        _log.info("draining: running requests finish, new ones get 503")
+
+    async def on_tick(self, counter: int) -> bool:
+        """End once the drain is over."""
+        if self._end is not None:
+            is_late = time.monotonic() > self._end
+            self.force_exit |= is_late
+            self.should_exit |= is_late or not self._server.served.num_running
+        return await super().on_tick(counter)

@@ -1,0 +1,79 @@
+"""The settings of a request, from its fields and the defaults of the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jspec.api.sampling_params import SamplingParams
+from jspec.server.errors import RequestError, refusals
+from jspec.server.fields import GenerationFields
+from jspec.util.messages import shown
+
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "min_tokens")
+_SAME_NAMES += ("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words")
+_SAME_NAMES += ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+_SAME_NAMES += ("allowed_token_ids", "skip_special_tokens", "prompt_logprobs")
+# Settings of generation_config.json that are defaults of requests.
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def params_of(
+    fields: GenerationFields,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    structured_outputs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SamplingParams:
+    """Return the settings of a request.
+
+    Args:
+      fields: of the request. A field that is None has its default.
+      defaults: of the model, by the names of ``DEFAULTS``.
+      max_tokens: most tokens of a text.
+      logprobs: as of ``SamplingParams``.
+      structured_outputs: a grammar that ``fields`` do not have, of a call of a tool.
+      options: of ``SamplingParams``, instead of those of ``fields``.
+
+    Raises:
+      RequestError: a value is out of range, or there are two grammars.
+    """
+    given = {name: getattr(fields, name) for name in _SAME_NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
+    grammars = [_of_format(fields.response_format), fields.structured_outputs, structured_outputs]
+    grammars = [each for each in grammars if each]
+    if len(grammars) > 1:
+        raise RequestError(
+            "response_format, structured_outputs and tool_choice each set the form of the text; "
+            "send one of them.",
+            param="response_format",
+        )
+    with refusals():
+        return SamplingParams(
+            **(dict(defaults) | given | options),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            structured_outputs=grammars[0] if grammars else None,
+        )
+
+
+def _of_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the grammar of ``response_format``."""
+    if response_format is None:
+        return None
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+        case {"type": "json_schema", "schema": dict(schema)}:  # of /v1/responses
+            return {"json": schema}
+        case {"type": "structural_tag"}:
+            return {"structural_tag": dict(response_format)}
+    raise RequestError(
+        f"response_format={shown(response_format)} must have the type text, json_object, "
+        "json_schema (with json_schema.schema, an object) or structural_tag.",
+        param="response_format",
+    )

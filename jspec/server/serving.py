@@ -1,0 +1,249 @@
+"""The engine of a server, its settings, and its running requests, for all endpoints."""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+from jspec.api.async_llm import AsyncLLM, RunningRequest
+from jspec.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jspec.api.sampling_params import SamplingParams
+from jspec.server import errors
+from jspec.server.errors import RequestError, refusals
+from jspec.server.fields import GenerationFields
+from jspec.server.metrics import Observer
+from jspec.util.messages import printable
+
+_GRAMMAR_THREADS = 2
+_NO_TOKEN = (
+    "every token had probability 0: the model's logits are NaN, or the request forbids all tokens."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The choices of an operator, beside the arguments of ``LLM``."""
+
+    model_names: tuple[str, ...]  # the first one is that of answers
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
+    chat_template: str | None = None  # None: the tokenizer's
+    trusts_chat_templates: bool = False  # whether requests may bring their own
+    tool_parser: str | None = None  # None: the one that the chat template suggests
+    request_seconds: float | None = None  # longest time for a request; None: any
+    has_dev_endpoints: bool = False
+    shows_stats: bool = False  # whether each choice has its counts of drafts
+
+
+class Server:
+    """The engine of a server and its settings."""
+
+    def __init__(self, served: AsyncLLM, settings: Settings, observer: Observer):
+        self.served, self.settings, self.observer = served, settings, observer
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "jspec-grammar")
+        self.is_draining, self.created = False, int(time.time())
+
+    async def in_thread(self, call: Callable[[], Any], *, has_grammar: bool = False) -> Any:
+        """Return the result of a call that takes long, in a thread.
+
+        Grammars take longest, and have threads of their own.
+        """
+        threads = self._grammar_threads if has_grammar else None
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+    @property
+    def llm(self) -> Any:
+        """The ``LLM`` that answers."""
+        return self.served.llm
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.settings.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError if a request is for another model; None is for any."""
+        if name is not None and name not in self.settings.model_names:
+            raise RequestError(
+                f"the model {printable(name)!r} does not exist; GET /v1/models lists those of "
+                "this server.",
+                status=404,
+                param="model",
+            )
+
+    def room(self, num_prompt_tokens: int, asked: int | None, param: str = "max_tokens") -> int:
+        """Return the most tokens of a text: those asked for, or all that fit.
+
+        Raises:
+          RequestError: the prompt, or as many tokens after it, do not fit the model.
+        """
+        most = self.llm.max_model_len
+        room = most - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens, and the model's length is {most}; "
+                "shorten the prompt, or set truncate_prompt_tokens.",
+                param="prompt",
+            )
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"{param}={asked} is too large: the prompt has {num_prompt_tokens} tokens, and "
+                f"the model's length is {most}; ask for at most {room}.",
+                param=param,
+            )
+        return room if asked is None else asked
+
+    async def submit(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        params: Sequence[SamplingParams],
+        fields: GenerationFields,
+        request_id: str,
+    ) -> "Batch":
+        """Queue the prompts of a request; return once all are accepted.
+
+        Raises:
+          RequestError: one of them is refused. None runs then.
+        """
+        salt = {} if fields.cache_salt is None else {"cache_salt": fields.cache_salt}
+        names = [f"{request_id}-{index}" for index in range(len(prompts))]
+        names[0] = request_id
+        salted = [{**prompt, **salt} for prompt in prompts]
+        with refusals():
+            given = salted, params, names
+            return Batch(self, await self.served.submit_all(*given, priority=fields.priority or 0))
+
+
+class Batch:
+    """The running requests of the prompts of one HTTP request."""
+
+    def __init__(self, server: Server, running: list[RunningRequest]):
+        seconds = server.settings.request_seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self.running = running
+        self._watched = [server.observer.begin(each) for each in running]
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for running, watch in zip(self.running, self._watched, strict=True):
+            running.close()
+            watch.end()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the outputs of all prompts as they come, each with the index of its prompt.
+
+        Raises:
+          RequestError: a text failed, or the time is over.
+        """
+        waiting = {_next(each): index for index, each in enumerate(self.running)}
+        try:
+            while waiting:
+                left = None if self._end is None else self._end - time.monotonic()
+                first = dict(timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waiting, **first)
+                if not done:
+                    raise TimeoutError
+                for task in done:
+                    index, output = waiting.pop(task), task.result()
+                    self._watched[index].see(output)
+                    if any(text.finish_reason == "error" for text in output.outputs):
+                        raise RequestError(_NO_TOKEN, status=500)
+                    yield index, output
+                    if not output.finished:
+                        waiting[_next(self.running[index])] = index
+        finally:
+            for task in waiting:
+                task.cancel()
+            self.close()
+
+    async def last(self) -> list[RequestOutput]:
+        """Return the last output of each prompt."""
+        last = {index: output async for index, output in self.outputs()}
+        return [last[index] for index in range(len(self.running))]
+
+
+def _next(running: RunningRequest) -> asyncio.Future[RequestOutput]:
+    return asyncio.ensure_future(anext(running))
+
+
+@dataclasses.dataclass
+class Piece:
+    """The part of a text that is new since the piece before."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    is_first: bool
+    output: CompletionOutput
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason, if this is the last piece."""
+        return self.output.finish_reason
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is new."""
+        return not (self.text or self.token_ids or self.finish_reason)
+
+
+class Cursor:
+    """Cuts the growing outputs of one text into pieces."""
+
+    def __init__(self) -> None:
+        self._num_characters = self._num_tokens = 0
+        self._is_first = True
+
+    def advance(self, output: CompletionOutput) -> Piece:
+        """Return what is new."""
+        tokens = slice(self._num_tokens, None)
+        scores = None if output.logprobs is None else output.logprobs[tokens]
+        new = output.text[self._num_characters :], list(output.token_ids[tokens])
+        piece = Piece(*new, scores, self._is_first, output)
+        self._num_characters = max(self._num_characters, len(output.text))
+        self._num_tokens, self._is_first = max(self._num_tokens, len(output.token_ids)), False
+        return piece
+
+
+def whole(output: CompletionOutput) -> Piece:
+    """Return a text as one piece."""
+    return Cursor().advance(output)
+
+
+class Events(StreamingResponse):
+    """Server-sent events of a batch; an error after the first one is an event too.
+
+    With ``is_named`` their types are names too, as /v1/responses has it, and no "[DONE]" ends them.
+    """
+
+    def __init__(self, batch: Batch, events: AsyncIterator[Any], is_named: bool = False):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        lines = _lines(events, is_named)
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._batch = batch
+
+    async def __call__(self, *request: Any) -> None:
+        """Send the events; the batch ends with them, and with the connection."""
+        try:
+            await super().__call__(*request)
+        finally:
+            self._batch.close()
+
+
+async def _lines(events: AsyncIterator[Any], is_named: bool) -> AsyncIterator[str]:
+    try:
+        async for event in events:
+            yield (f"event: {event['type']}\n" if is_named else "") + line(event)
+    except Exception as error:
+        yield line(errors.of(error).body)
+    if not is_named:
+        yield "data: [DONE]\n\n"
+
+
+def line(event: Any) -> str:
+    """Return an event as text."""
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

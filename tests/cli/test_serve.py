@@ -1,0 +1,128 @@
+"""``jspec serve`` and ``jspec run-batch``: flags, the file of flags, and a server's whole life."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from jspec.cli import main
+from tests import llm_fixtures
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "llm")["target"]
+
+
+def complaint(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-model-length", "5"], "no --max-model-length; did you mean 'max-model-len'?"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: there is one"),
+        (["--quantization=awq"], "quantization='awq' is not supported"),
+        (["--frobnicate"], "jspec serve has no 'frobnicate'"),
+        (["more"], "'more' is no flag"),
+        (["--log-format", "xml"], "--log-format 'xml' must be text or json"),
+        (["--tool-call-parser", "x"], "--tool-call-parser 'x' must be hermes or llama3_json"),
+        (["--ssl-keyfile", "key.pem"], "belong together"),
+        (["--ssl-keyfile", "no.pem", "--ssl-certfile", "no.pem"], "there is no such file"),
+        (["--speculative-config", "{"], "--speculative-config is not JSON"),
+        (["--host", "999.1.1.1"], "--host '999.1.1.1' --port 8000: "),
+        (["--port", "99999"], "--port"),
+        (["--config", "none.yaml"], "--config none.yaml: "),
+        (["--generation-config", "nowhere"], "nowhere"),
+        (["--max-model-len", "100000"], "max_model_len=100000 must be"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_bad_flag_is_one_line(monkeypatch, capsys, target, flags, words):
+    assert words in complaint(monkeypatch, capsys, "serve", target, *flags)
+
+
+def test_a_taken_port_is_said_before_the_model_is_loaded(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = complaint(monkeypatch, capsys, "serve", "/no/model", "--port", port)
+    assert f"--port {port}: Address already in use" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-model-length: 5", "no --max-model-length; did you mean"),
+        ("port: 99999", "--port"),
+        ("[1]", "must hold names of flags"),
+        ("{", "--config"),
+        ('speculative-config: {"method": "ngrams"}', "did you mean 'ngram'?"),
+    ],
+)
+def test_a_file_of_flags_has_their_errors(monkeypatch, capsys, tmp_path, target, text, words):
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    assert words in complaint(monkeypatch, capsys, "serve", target, "--config", file)
+
+
+@contextlib.contextmanager
+def process(*arguments, cwd):
+    command = [sys.executable, "-m", "jspec", *map(str, arguments)]
+    pipes = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd)
+    running = subprocess.Popen(command, **pipes)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def test_a_server_answers_and_then_drains(target, tmp_path):
+    config = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
+    config |= {"max_num_seqs": 2, "max-model-len": 96, "log-format": "json", "port": 0}
+    (tmp_path / "serve.yaml").write_text(json.dumps(config))
+    flags = "--config", "serve.yaml", "--served-model-name", "tiny", "--disable-log-requests"
+    with process("serve", target, *flags, cwd=tmp_path) as server:
+        for line in server.stderr:
+            if "tiny at http" in line:
+                url = line.split()[2]
+                break
+        body = {"prompt": "def", "max_tokens": 80, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        logged = server.stderr.read().splitlines()
+        assert server.wait(30) == 0
+    entries = [json.loads(line) for line in logged]
+    access = [entry for entry in entries if entry["message"] == "request"]
+    assert [(entry["route"], entry["status"]) for entry in access] == [("/v1/completions", 200)]
+    assert all(entry["request_id"] for entry in entries)
+    assert "def" not in "".join(logged) and str(target) not in "".join(logged)
+
+
+def test_a_batch_file_is_answered_by_the_command(target, tmp_path):
+    body = {"model": "target", "prompt": "def", "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    flags = "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", 1, "--max-model-len", 64
+    with process("run-batch", target, *flags, cwd=tmp_path) as batch:
+        _, printed = batch.communicate(timeout=120)
+    assert batch.returncode == 0 and "1 answers in out.jsonl" in printed
+    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    assert answer["custom_id"] == "a" and answer["response"]["status_code"] == 200

@@ -1,0 +1,23 @@
+import pytest
+
+from tests.server import live
+
+
+@pytest.fixture(scope="session")
+def llm(tmp_path_factory):
+    return live.llm(tmp_path_factory.getbasetemp() / "llm")
+
+
+@pytest.fixture(scope="session")
+def server(llm):
+    """A server that all tests of a process share."""
+    with live.running(
+        llm, shows_stats=True, tool_parser="hermes", has_dev_endpoints=True
+    ) as shared:
+        yield shared
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client
