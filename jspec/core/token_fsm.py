@@ -13,6 +13,7 @@ from jspec.core import trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, History, Tree
 
+_WAYS = 64  # of a search: three steps suffice for 262,144 tokens, and compile fast
 FREE = 0  # the state of sequences without a grammar: every token is allowed and leads back
 
 
@@ -29,7 +30,19 @@ class Automaton:
     forbids: Array  # [S] bool
     start: Array  # [B] int32, the state after each prompt
     longest: int = struct.field(pytree_node=False)  # length of the longest list
-    steps: int = struct.field(pytree_node=False)  # of a binary search in a state's transitions
+    steps: int = struct.field(pytree_node=False)  # of a search in a state's transitions
+
+
+def num_steps(longest: int) -> int:
+    """Return the steps of a search among up to ``longest`` transitions of a state.
+
+    >>> num_steps(1), num_steps(64), num_steps(65), num_steps(49_152)
+    (1, 1, 2, 3)
+    """
+    steps = 1
+    while _WAYS**steps < longest:
+        steps += 1
+    return steps
 
 
 def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array]:
@@ -38,13 +51,13 @@ def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array
     A forbidden token leads to ``FREE``. Only drafted nodes of probability 0 get there.
     """
     low, end = automaton.first[state], automaton.first[state + 1]
-    high = end
-    for _ in range(automaton.steps):
-        middle = (low + high) // 2
-        less = automaton.tokens[jnp.minimum(middle, automaton.tokens.size - 1)] < token
-        inside = low < high
-        low = jnp.where(inside & less, middle + 1, low)
-        high = jnp.where(inside & ~less, middle, high)
+    for power in reversed(range(automaton.steps)):
+        # The first token that is not smaller is in one of _WAYS blocks; all blocks are compared.
+        size = _WAYS**power
+        last = low[..., None] + size * jnp.arange(1, _WAYS) - 1  # of each block but the last
+        tokens = automaton.tokens[jnp.minimum(last, automaton.tokens.size - 1)]
+        smaller = (last < end[..., None]) & (tokens < token[..., None])
+        low += size * smaller.sum(-1, dtype=jnp.int32)
     index = jnp.minimum(low, automaton.tokens.size - 1)
     allowed = (low < end) & (automaton.tokens[index] == token)
     following = jnp.where(allowed, automaton.following[index], FREE)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec.core import token_fsm
 from jspec.core.token_fsm import FREE, Automaton
 from jspec.grammar import schemas
 from jspec.util.buckets import bucket
@@ -463,7 +464,9 @@ def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int
         transitions += grammar.tokens.size
     rows = np.diff(np.append(np.concatenate(first), transitions))
     lengths = [part.size for part in listed]
-    count = bucket(states + 1)
+    # Widths are coarse, so that most grammars of a vocabulary share their programs.
+    width = functools.partial(bucket, factor=4)
+    count, size = width(states + 1), width(transitions)
 
     def padded(parts: list[np.ndarray], length: int, fill: int) -> np.ndarray:
         values = np.concatenate(parts).astype(np.int32)
@@ -471,13 +474,13 @@ def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int
 
     automaton = Automaton(
         first=padded(first, count + 1, transitions),
-        tokens=padded(tokens, bucket(transitions), -1),
-        following=padded(following, bucket(transitions), FREE),
+        tokens=padded(tokens, size, -1),
+        following=padded(following, size, FREE),
         first_listed=padded([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
-        listed=padded(listed, bucket(sum(lengths)), -1),
+        listed=padded(listed, width(sum(lengths)), -1),
         forbids=np.pad(np.array(forbids), (0, count - len(forbids))),
         start=none,
-        longest=bucket(max(lengths), 1),
-        steps=bucket(int(rows.max()), 1).bit_length(),
+        longest=width(max(lengths), 1),
+        steps=token_fsm.num_steps(int(rows.max())),
     )
     return automaton, begin
