@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -175,10 +175,14 @@ class AsyncLLM:
         alone = [SequenceParams(prompt(width), **options) for width in chunk_widths(capacity)]
         together = [SequenceParams(prompt(1), **options)] * self.llm.max_num_seqs
         batches = [together, *([each] for each in alone)]
-        on_progress(0, len(batches))
-        for done, batch in enumerate(batches, 1):
-            self._runtime.warm_up(self._engine, [batch])
-            on_progress(done, len(batches))
+
+        def reported() -> Iterator[list[SequenceParams]]:
+            for done, batch in enumerate(batches):
+                on_progress(done, len(batches))
+                yield batch
+
+        self._runtime.warm_up(self._engine, reported())
+        on_progress(len(batches), len(batches))
 
     async def generate(
         self,
