@@ -1,0 +1,96 @@
+"""The files of deploy/: manifests have the form of Kubernetes, and the dashboard asks for metrics
+that the server has.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+
+from jspec.cli import main
+from jspec.server.metrics import Observer
+from tests.server.live import NAME
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+_NUMBER = {"type": "integer", "minimum": 1, "maximum": 65535}
+# The fields of an InferencePool: gateway-api-inference-extension, inference.networking.k8s.io/v1.
+_POOL = {
+    "type": "object",
+    "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "additionalProperties": False,
+    "properties": {
+        "selector": {
+            "type": "object",
+            "required": ["matchLabels"],
+            "additionalProperties": False,
+            "properties": {
+                "matchLabels": {"type": "object", "additionalProperties": {"type": "string"}}
+            },
+        },
+        "targetPorts": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 8,
+            "items": {"type": "object", "required": ["number"], "properties": {"number": _NUMBER}},
+        },
+        "endpointPickerRef": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string"},
+                "port": {"type": "object", "properties": {"number": _NUMBER}},
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+
+
+def manifests(name):
+    return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("manifest", manifests("deployment.yaml"), ids=lambda each: each["kind"])
+def test_a_manifest_has_the_form_of_kubernetes(manifest):
+    kubernetes_validate.validate(manifest, "1.34", strict=True)
+
+
+def test_the_inference_pool_has_its_form_and_selects_the_pods():
+    import jsonschema
+
+    pool, route = manifests("inference_pool.yaml")
+    jsonschema.validate(pool["spec"], _POOL)
+    deployment = manifests("deployment.yaml")[0]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+
+
+def test_the_flags_of_the_deployment_are_those_of_serve():
+    (container,) = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    command = typer.main.get_command(main.app).get_command(None, "serve")
+    context = command.make_context("serve", list(container["args"]))
+    assert context.args == []
+    grace = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]
+    assert grace["terminationGracePeriodSeconds"] > context.params["shutdown_timeout"]
+
+
+def test_the_dashboard_asks_for_metrics_of_the_server(llm):
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for text in expressions for name in re.findall(r"\w+:\w+", text)}
+    given = set(re.findall(r"^(\w+:\w+)", Observer(llm, NAME).text().decode(), re.MULTILINE))
+    # A counter without a label's value yet has no sample.
+    assert asked - given <= {"vllm:request_success_total"} and len(asked) > 15
+
+
+def test_the_extras_of_the_image_exist():
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    project = (DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = {name for each in re.findall(r"EXTRAS=([\w,]+)", text) for name in each.split(",")}
+    assert extras and all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras)
