@@ -1,6 +1,8 @@
 """Every example runs and has at most 60 lines."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 
 from tests import llm_fixtures
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ALL = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = [path for path in ALL if not path.stem.startswith("ray_")]
 PRINTS = {
     "bring_your_own_model": "the dog that bit the cat that killed the rat",
     "write_a_drafter": "same text: True",
@@ -32,6 +35,20 @@ def test_the_example_runs_and_prints_its_result(path, capsys, monkeypatch, tmp_p
     assert ": False" not in printed
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [("ray_serve", "running replicas: 2"), ("ray_data", "32 prompts answered")],
+)
+def test_an_example_of_ray_runs(name, printed, tmp_path):
+    pytest.importorskip("ray", reason="pip install 'ray[serve,data]'")
+    (path,) = (path for path in ALL if path.stem == name)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    options = dict(capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    done = subprocess.run([sys.executable, str(path)], **options)
+    assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_the_example_has_at_most_60_lines(path):
     assert len(path.read_text().splitlines()) <= 60

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
-from starlette.types import ASGIApp
 
 from jspec.server import chat, completions, errors, fields, prompts, responses
 from jspec.server.errors import RequestError, refusals
@@ -37,7 +36,7 @@ class _JsonRoute(APIRoute):
         return parsing
 
 
-def create(server: Server, *, root_path: str = "", **limits: Any) -> ASGIApp:
+def create(server: Server, *, root_path: str = "", **limits: Any) -> Gate:
     """Return the application; ``limits`` are arguments of ``Gate``."""
     app = FastAPI(title="jspec", version=_VERSION, root_path=root_path)
     errors.install(app)

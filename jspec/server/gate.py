@@ -46,7 +46,7 @@ class Gate:
         max_body_bytes: int = 8 << 20,
         body_seconds: float = 30.0,
     ):
-        self._app, self._server = app, server
+        self._app, self.server = app, server
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
 
@@ -81,7 +81,7 @@ class Gate:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise RequestError without a valid key, or while the server drains."""
-        if self._server.is_draining and path not in _WHILE_DRAINING:
+        if self.server.is_draining and path not in _WHILE_DRAINING:
             raise RequestError("the server is shutting down; send it to another.", status=503)
         if not self._keys or path in _OPEN:
             return

@@ -14,6 +14,7 @@ import uvicorn
 from jspec.api.async_llm import AsyncLLM
 from jspec.api.llm import LLM
 from jspec.server import app, batch
+from jspec.server.gate import Gate
 from jspec.server.metrics import Observer
 from jspec.server.serving import Server, Settings
 from jspec.util.messages import shown
@@ -79,15 +80,37 @@ def serve(
       on_progress: as of ``AsyncLLM.warm_up``.
       on_ready: called with the server's address once it answers.
     """
+    limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
+    options = dict(max_num_queued=max_num_queued, on_progress=on_progress)
+    api = application(llm, settings, root_path=network.root_path, **options, **limits)
+    try:
+        _Uvicorn(api, api.server, network, on_ready).run([bound])
+    finally:
+        api.server.served.close()
+
+
+def application(
+    llm: LLM,
+    settings: Settings,
+    *,
+    max_num_queued: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    **options: Any,
+) -> Gate:
+    """Return the API of a model as an ASGI application, for servers other than ours.
+
+    Its programs are compiled then. Its engine runs in a thread, until ``server.served.close()``.
+    ``options`` are those of ``app.create``; other arguments are those of ``serve``.
+    """
     observer = Observer(llm, settings.model_names[0])
-    options = dict(max_num_queued=max_num_queued, on_launch=observer.see_launch)
-    with AsyncLLM(llm, **options) as served:
+    served = AsyncLLM(llm, max_num_queued=max_num_queued, on_launch=observer.see_launch)
+    try:
         observer.attach(served)
         served.warm_up(on_progress)
-        server = Server(served, settings, observer)
-        limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
-        api = app.create(server, root_path=network.root_path, **limits)
-        _Uvicorn(api, server, network, on_ready).run([bound])
+        return app.create(Server(served, settings, observer), **options)
+    except BaseException:
+        served.close()
+        raise
 
 
 def answer_batch(
