@@ -1,4 +1,4 @@
-"""A server under load: wrong and lost texts, pages and memory that leak, and latencies.
+"""A server under load: wrong and missing texts, pages and memory that leak, and latencies.
 
     python -m benchmarks.serve_load [--requests 1000] [--at-once 64] [--model MODEL] [--out FILE]
 
@@ -207,10 +207,10 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> dict:
     alone = Load(url, 1, options.seed)
     sent = [(kind, body) for kind, body in bodies if kind in ("plain", "grammar")]
     expected = iter(await alone.run(sent))
-    wrong = lost = accepted_malformed = 0
+    wrong = unanswered = accepted_malformed = 0
     for (kind, _), answer in zip(bodies, answers, strict=True):
         if kind in ("plain", "grammar"):
-            lost += not isinstance(answer, list)
+            unanswered += not isinstance(answer, list)
             wrong += answer != next(expected)
         accepted_malformed += kind == "malformed" and answer not in (400, 422)
     memory = await _memory(url, pid, load, options)
@@ -221,7 +221,7 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> dict:
         "at_once": options.at_once,
         "seconds": round(seconds, 1),
         "wrong_texts": wrong,
-        "lost": lost,
+        "unanswered": unanswered,
         "malformed_that_were_accepted": accepted_malformed,
         "pages_held_at_the_end": pages,
         "first_text_seconds": percentiles(load.first),

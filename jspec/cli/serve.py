@@ -101,6 +101,9 @@ def serve(
     ssl_keyfile: _server(Path | None, "Private key, for HTTPS.") = None,
     ssl_certfile: _server(Path | None, "Certificate, for HTTPS.") = None,
     log_format: _server(str, "text or json.") = "text",
+    otlp_traces_endpoint: _server(
+        str | None, "Address of an OpenTelemetry collector for spans (extra otel)."
+    ) = None,
     enable_dev_endpoints: _server(
         bool, "/reset_prefix_cache, /server_info, /abort_requests.", "--enable-dev-endpoints"
     ) = False,
@@ -115,6 +118,7 @@ def serve(
         raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both.")
     with server_options.named_extra():
         from jspec.server import logs, run
+    tracer = _tracer(otlp_traces_endpoint)
     network = run.Network(
         host=host,
         port=port,
@@ -168,7 +172,19 @@ def serve(
 
         logs.install(log_format)
         calls = dict(on_progress=progress, on_ready=ready)
-        run.serve(llm, settings, network, bound, max_num_queued=max_num_queued_reqs, **calls)
+        calls |= dict(max_num_queued=max_num_queued_reqs, record=tracer and tracer.record)
+        run.serve(llm, settings, network, bound, **calls)
+    if tracer is not None:
+        tracer.close()
+
+
+def _tracer(endpoint: str | None) -> Any:
+    if endpoint is None:
+        return None
+    with server_options.named_extra("otel"):
+        from jspec.server import traces
+
+        return traces.over_http(endpoint)
 
 
 def _check_choice(flag: str, value: Any, allowed: tuple) -> None:

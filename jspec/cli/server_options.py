@@ -31,11 +31,11 @@ def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
 
 
 @contextlib.contextmanager
-def named_extra() -> Iterator[None]:
+def named_extra(extra: str = "serve") -> Iterator[None]:
     """Name the extra if one of its packages is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the server needs the package {error.name}; run pip install 'jspec-decoding[serve]'."
+            f"the server needs the package {error.name}; run pip install 'jspec-decoding[{extra}]'."
         ) from None

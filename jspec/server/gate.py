@@ -18,8 +18,10 @@ from jspec.server.serving import Server
 _log = logging.getLogger("jspec.server.access")
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})  # without a key
+_TRACE = "traceparent", "tracestate"  # of the W3C, for spans
 _WHILE_DRAINING = frozenset({"/metrics", "/version", "/load"})
 
+trace_headers: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("trace_headers")
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
 
 
@@ -59,6 +61,9 @@ class Gate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         request_id.set(id)
+        trace_headers.set(
+            {name: headers.get(name.encode(), b"").decode("latin-1") for name in _TRACE}
+        )
         reply = _Reply(send, id)
         begin = perf_counter()
         try:

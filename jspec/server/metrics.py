@@ -1,7 +1,9 @@
 """Prometheus metrics: vLLM's, with their names, types and labels, and those of jspec."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,6 +35,14 @@ _SECONDS = {
     "vllm:request_inference_time_seconds": ("Seconds from the queue to the end.", _REQUEST),
 }
 
+_SPAN_NAMES = {
+    "vllm:request_queue_time_seconds": "gen_ai.latency.time_in_queue",
+    "vllm:time_to_first_token_seconds": "gen_ai.latency.time_to_first_token",
+    "vllm:e2e_request_latency_seconds": "gen_ai.latency.e2e",
+    "vllm:request_prefill_time_seconds": "gen_ai.latency.time_in_model_prefill",
+    "vllm:request_decode_time_seconds": "gen_ai.latency.time_in_model_decode",
+}
+
 
 class Observer(Collector):
     """Watches requests and launches, and collects the counts of an ``LLM``.
@@ -40,10 +50,14 @@ class Observer(Collector):
     Args:
       llm: whose requests are counted.
       model_name: the label ``model_name``.
+      record: exports a span for each request, as ``traces.Tracer.record``; None for none.
     """
 
-    def __init__(self, llm: LLM, model_name: str):
-        self._llm, self._served = llm, None
+    def __init__(
+        self, llm: LLM, model_name: str, record: Callable[[int, int, dict], None] | None = None
+    ):
+        self._llm, self._served, self.record = llm, None, record
+        self.model_name = model_name
         self._labels = {"model_name": model_name, "engine": "0"}
         self.registry = prometheus_client.CollectorRegistry()
         self._histograms = {
@@ -162,7 +176,7 @@ class Watch:
 
     def __init__(self, observer: Observer, running: RunningRequest):
         self._observer, self._running = observer, running
-        self._arrival = perf_counter()
+        self._arrival, self._begin_ns = perf_counter(), time.time_ns()
         self._first: float | None = None  # times of its readings with tokens
         self._last: float | None = None
         self._output: RequestOutput | None = None
@@ -194,10 +208,25 @@ class Watch:
             self._observer.count_end("abort")
             return
         self._observer.observe("vllm:request_prompt_tokens", len(self._output.prompt_token_ids))
+        times = {}
         if self._first is not None:
-            self._note_times(max(len(text.token_ids) for text in texts))
+            times = self._note_times(max(len(text.token_ids) for text in texts))
+        if self._observer.record is not None:
+            self._observer.record(self._begin_ns, time.time_ns(), self._attributes(times))
 
-    def _note_times(self, num_tokens: int) -> None:
+    def _attributes(self, times: dict[str, float]) -> dict[str, Any]:
+        """Return the attributes of the request's span, with vLLM's names."""
+        texts = self._output.outputs
+        return {
+            "gen_ai.request.id": self._running.id,
+            "gen_ai.response.model": self._observer.model_name,
+            "gen_ai.request.n": len(texts),
+            "gen_ai.usage.prompt_tokens": len(self._output.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": sum(len(text.token_ids) for text in texts),
+            **{_SPAN_NAMES[name]: value for name, value in times.items() if name in _SPAN_NAMES},
+        }
+
+    def _note_times(self, num_tokens: int) -> dict[str, float]:
         begin = self._running.begin or self._arrival
         decode = self._last - self._first
         seconds = {
@@ -211,3 +240,4 @@ class Watch:
             seconds["vllm:request_time_per_output_token_seconds"] = decode / (num_tokens - 1)
         for name, value in seconds.items():
             self._observer.observe(name, value)
+        return seconds | {"vllm:time_to_first_token_seconds": self._first - self._arrival}

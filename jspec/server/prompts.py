@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.server import templates
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import ChatFields, CompletionFields, TokenizeFields
 from jspec.server.serving import Server
@@ -46,23 +47,33 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     is_continued = bool(get("continue_final_message"))
     if is_continued:
         variables["continue_final_message"] = True
-    if get("chat_template") is not None and not server.settings.trusts_chat_templates:
+    is_opened = fields.add_generation_prompt is not False and not is_continued
+    options = dict(add_generation_prompt=is_opened, tools=fields.tools or None)
+    try:
+        if get("chat_template") is None:
+            given = dict(chat_template=server.settings.chat_template, **options)
+            (prompt,) = server.llm.chat_prompts(messages, chat_template_kwargs=variables, **given)
+        else:
+            prompt = _of_template(server, fields.chat_template, messages, variables | options)
+    except ValueError as error:
+        raise RequestError(str(error), status=422, param="messages") from None
+    return _truncated(server, prompt, get("truncate_prompt_tokens"))
+
+
+def _of_template(
+    server: Server, template: str, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> Prompt:
+    """Return the prompt that a template of the request makes."""
+    if not server.settings.trusts_chat_templates:
         raise RequestError(
             "chat_template is not taken from requests; start the server with "
             "--trust-request-chat-template, or with --chat-template.",
             param="chat_template",
         )
-    try:
-        (prompt,) = server.llm.chat_prompts(
-            messages,
-            chat_template=get("chat_template") or server.settings.chat_template,
-            add_generation_prompt=fields.add_generation_prompt is not False and not is_continued,
-            tools=fields.tools or None,
-            chat_template_kwargs=variables,
-        )
-    except ValueError as error:
-        raise RequestError(str(error), status=422, param="messages") from None
-    return _truncated(server, prompt, get("truncate_prompt_tokens"))
+    tokenizer = server.llm.get_tokenizer()
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    text = templates.render(template, messages, variables, special)
+    return {"prompt": text, "prompt_token_ids": encode(server, text, False)}
 
 
 def encode(server: Server, text: str, add_special_tokens: bool) -> list[int]:

@@ -64,6 +64,7 @@ def serve(
     bound: socket.socket,
     *,
     max_num_queued: int | None = None,
+    record: Callable[[int, int, dict], None] | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -77,11 +78,12 @@ def serve(
       network: limits, keys and certificates.
       bound: a socket of ``network.bound``.
       max_num_queued: as of ``AsyncLLM``.
+      record: exports spans, as ``traces.Tracer.record``; None for none.
       on_progress: as of ``AsyncLLM.warm_up``.
       on_ready: called with the server's address once it answers.
     """
     limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
-    options = dict(max_num_queued=max_num_queued, on_progress=on_progress)
+    options = dict(max_num_queued=max_num_queued, record=record, on_progress=on_progress)
     api = application(llm, settings, root_path=network.root_path, **options, **limits)
     try:
         _Uvicorn(api, api.server, network, on_ready).run([bound])
@@ -94,6 +96,7 @@ def application(
     settings: Settings,
     *,
     max_num_queued: int | None = None,
+    record: Callable[[int, int, dict], None] | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
     **options: Any,
 ) -> Gate:
@@ -102,7 +105,7 @@ def application(
     Its programs are compiled then. Its engine runs in a thread, until ``server.served.close()``.
     ``options`` are those of ``app.create``; other arguments are those of ``serve``.
     """
-    observer = Observer(llm, settings.model_names[0])
+    observer = Observer(llm, settings.model_names[0], record)
     served = AsyncLLM(llm, max_num_queued=max_num_queued, on_launch=observer.see_launch)
     try:
         observer.attach(served)

@@ -49,9 +49,9 @@ class Live:
 
 
 @contextlib.contextmanager
-def running(llm, *, max_num_queued=None, limits=None, **settings) -> Iterator[Live]:
+def running(llm, *, max_num_queued=None, limits=None, record=None, **settings) -> Iterator[Live]:
     """Run a server in a thread until the block ends."""
-    observer = Observer(llm, NAME)
+    observer = Observer(llm, NAME, record)
     options = dict(max_num_queued=max_num_queued, on_launch=observer.see_launch)
     with AsyncLLM(llm, **options) as served:
         observer.attach(served)

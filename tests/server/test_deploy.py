@@ -1,6 +1,4 @@
-"""The files of deploy/: manifests have the form of Kubernetes, and the dashboard asks for metrics
-that the server has.
-"""
+"""Manifests of deploy/ have the form of Kubernetes; its dashboard asks for metrics that exist."""
 
 import json
 import re

@@ -290,3 +290,25 @@ def test_an_engine_that_ended_is_not_healthy(llm):
         server.server.served.close()
         assert client.get("/health").status_code == 503
         error_of(client.post("/v1/completions", json=COMPLETION), 500)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TRUSTED = [
+    ("{% for m in messages %}<{{ m['content'] }}>{% endfor %}", None),
+    pytest.param(ENDLESS, "10 seconds", marks=pytest.mark.slow),
+    ("{% include '/etc/passwd' %}", "chat_template fails"),
+    ("{{ ''.__class__.__mro__ }}", "chat_template fails"),
+    ("{{ 'x' * 9999999999 }}", "memory"),
+    ("{% for %}", "chat_template fails"),
+]
+
+
+@pytest.mark.parametrize(("template", "words"), TRUSTED, ids=lambda each: str(each)[:30])
+def test_a_template_of_a_request_is_rendered_within_bounds(llm, template, words):
+    with live.running(llm, trusts_chat_templates=True) as server:
+        body = CHAT | {"chat_template": template, "return_token_ids": True}
+        response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        if words is None:
+            assert response.json()["prompt_token_ids"] == llm.get_tokenizer().encode("<x>")
+        else:
+            assert words in error_of(response, 422)[0]
