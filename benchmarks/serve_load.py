@@ -148,7 +148,10 @@ class Load:
                 now = time.perf_counter()
                 (self.first if last is None else self.between).append(now - (last or begin))
                 last = now
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return event["error"]["code"]
+                (choice,) = event["choices"]
                 texts[choice["index"]] += choice["text"]
         return texts
 
@@ -156,7 +159,16 @@ class Load:
 @contextlib.contextmanager
 def server(model: str, num_slots: int) -> Iterator[tuple[str, int]]:
     """Run ``jspec serve``; yield its address and process id."""
-    flags = ["--port", "0", "--max-num-seqs", str(num_slots), "--max-model-len", "512"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+        "--max-num-seqs",
+        str(num_slots),
+        "--max-model-len",
+        "512",
+    ]
     drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
     flags += ["--speculative-config", drafts]
     command = [sys.executable, "-m", "jspec", "serve", model, *flags]

@@ -32,6 +32,7 @@ import numpy as np
 
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
+from jspec.core.token_fsm import FREE
 from jspec.core.types import Params, Request, Shared
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import admission, answers
@@ -483,10 +484,10 @@ class Engine:
             cached = None if self.pool is None else np.zeros(self.num_slots, np.int32)
             inputs = self.plan, self.params, request, streams, [], self._buffer_size
             self._state = admission.begin(*inputs, None, cached).state
-        state, history = self._state, self._state.history
-        if row.history.state is not None and history.state is None:  # the first grammar
-            history = history.replace(state=np.zeros(self.num_slots, np.int32))
-        inputs = state.replace(history=history), row, request, streams, np.int32(slot)
+        state = self._state
+        if request.sampling.automaton is not None:  # the first grammar may have come just now
+            state, row = _with_grammar_states(state), _with_grammar_states(row)
+        inputs = state, row, request, streams, np.int32(slot)
         self._request, self._state = admission.join(*inputs)
 
     def _request_of(
@@ -726,3 +727,11 @@ def _fault(error: Exception) -> RuntimeError:
     fault = RuntimeError(f"a launch failed while this sequence ran alone: {first}; {remedy}.")
     fault.__cause__ = error
     return fault
+
+
+def _with_grammar_states(state: DecodeState) -> DecodeState:
+    """Return ``state`` with states of grammars; rows without a grammar are in state ``FREE``."""
+    history = state.history
+    if history.state is None:
+        history = history.replace(state=np.full(history.length.shape, FREE, np.int32))
+    return state.replace(history=history)

@@ -158,9 +158,15 @@ def test_settings_that_come_later_do_not_change_the_texts_before_them():
     assert texts(ticket.answer for ticket in tickets) == texts(alone(plan, inputs))
 
 
-def test_grammars_join_a_running_batch():
+@pytest.mark.parametrize(
+    ("num_slots", "patterns"),
+    [
+        (2, [None, r"[12](:x){7}(ab|ba)", None, "(ab){9}", r"[12](:x){7}(ab|ba)", "b{12}"]),
+        (3, [None, None, "(ab){9}", None]),  # the first one comes while another prompt is read
+    ],
+)
+def test_grammars_join_a_running_batch(num_slots, patterns):
     plan = Plan(tiny.TARGET, tiny.NGRAM)
-    patterns = [None, r"[12](:x){7}(ab|ba)", None, "(ab){9}", r"[12](:x){7}(ab|ba)", "b{12}"]
     inputs = [
         host.SequenceParams(
             (3 + index, 9),
@@ -172,7 +178,7 @@ def test_grammars_join_a_running_batch():
         )
         for index, pattern in enumerate(patterns)
     ]
-    engine, tickets = engine_of(plan), []
+    engine, tickets = engine_of(plan, num_slots), []
     for sequence in inputs:
         tickets.append(engine.submit(sequence, rounds=2))
         engine.step()
