@@ -59,7 +59,11 @@ def serve(
     served_model_name: _server(
         list[str] | None, "The model's name for clients; several may be given."
     ) = None,
-    api_key: _server(list[str] | None, "Key that clients must send; several may be given.") = None,
+    api_key: _server(
+        list[str] | None,
+        "Key that clients must send; several may be given.",
+        envvar="JSPEC_API_KEY",  # other users of the machine see flags
+    ) = None,
     speculative_config: options.Config = None,
     dtype: options.Dtype = "auto",
     seed: option(int, "Seed of requests without one.") = 0,

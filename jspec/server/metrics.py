@@ -75,9 +75,9 @@ class Observer(Collector):
         """Collect the numbers of requests that run and wait too."""
         self._served = served
 
-    def begin(self, running: RunningRequest) -> "Watch":
-        """Watch a request that was just accepted."""
-        return Watch(self, running)
+    def begin(self, running: RunningRequest, arrival: float) -> "Watch":
+        """Watch a request that came at ``arrival``, of ``time.perf_counter``."""
+        return Watch(self, running, arrival)
 
     def see_launch(self, ran: Launch) -> None:
         """Count a launch, as ``AsyncLLM``'s ``on_launch``."""
@@ -174,9 +174,10 @@ class Observer(Collector):
 class Watch:
     """The times of one request."""
 
-    def __init__(self, observer: Observer, running: RunningRequest):
+    def __init__(self, observer: Observer, running: RunningRequest, arrival: float):
         self._observer, self._running = observer, running
-        self._arrival, self._begin_ns = perf_counter(), time.time_ns()
+        self._arrival = arrival
+        self._begin_ns = time.time_ns() - int(1e9 * (perf_counter() - arrival))
         self._first: float | None = None  # times of its readings with tokens
         self._last: float | None = None
         self._output: RequestOutput | None = None

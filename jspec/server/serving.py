@@ -113,19 +113,21 @@ class Server:
         names = [f"{request_id}-{index}" for index in range(len(prompts))]
         names[0] = request_id
         salted = [{**prompt, **salt} for prompt in prompts]
+        arrival = time.perf_counter()
         with refusals():
             given = salted, params, names
-            return Batch(self, await self.served.submit_all(*given, priority=fields.priority or 0))
+            running = await self.served.submit_all(*given, priority=fields.priority or 0)
+        return Batch(self, running, arrival)
 
 
 class Batch:
-    """The running requests of the prompts of one HTTP request."""
+    """The running requests of the prompts of one HTTP request, which came at ``arrival``."""
 
-    def __init__(self, server: Server, running: list[RunningRequest]):
+    def __init__(self, server: Server, running: list[RunningRequest], arrival: float):
         seconds = server.settings.request_seconds
         self._end = None if seconds is None else time.monotonic() + seconds
         self.running = running
-        self._watched = [server.observer.begin(each) for each in running]
+        self._watched = [server.observer.begin(each, arrival) for each in running]
 
     def close(self) -> None:
         """Abort what still runs."""
