@@ -23,7 +23,7 @@ _NEUTRAL: dict[str, tuple[tuple, str]] = {
     "pipeline_parallel_size": ((None, 1), "there is one device"),
     "data_parallel_size": ((None, 1), "there is one device"),
     "distributed_executor_backend": (_NONE, "there is one process"),
-    "enable_chunked_prefill": (_OFF, "prompts are read whole"),
+    "enable_chunked_prefill": ((None, True, False), "it is True or False, without an effect"),
     "max_num_batched_tokens": (_NONE, "max_num_seqs limits a batch"),
     "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the activations"),
     "swap_space": ((None, 0, 4), "nothing is swapped"),
@@ -45,6 +45,11 @@ _NEUTRAL: dict[str, tuple[tuple, str]] = {
     "limit_mm_per_prompt": ((None, {}), "prompts are text"),
     "pooler_config": (_NONE, "jspec generates text"),
 }
+
+
+def is_of_vllm(name: str) -> bool:
+    """Return whether vLLM has an argument that jspec has no use for."""
+    return name in _NEUTRAL
 
 
 def check(owner: str, given: Mapping[str, Any], known: Callable[..., Any]) -> None:

@@ -221,7 +221,7 @@ def _check_unknown(context: typer.Context) -> None:
     known = [parameter.name for parameter in context.command.params]
     for name in unknown:
         guess = did_you_mean(name, known)
-        if guess:
+        if guess and not engine_arguments.is_of_vllm(name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"jspec serve has no {flag}{guess.replace('_', '-')}")
     engine_arguments.check("jspec serve", unknown, LLM)
