@@ -26,8 +26,6 @@ def of(llm: LLM, source: str) -> dict[str, Any]:
             return {}
         raise ValueError(f"--generation-config {source}: there is no generation_config.json.")
     known = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
-    if given.get("do_sample") is False:
-        known = {"temperature": 0.0}  # the other settings have no effect
     try:
         SamplingParams(**known)
     except ValueError as error:

@@ -1,0 +1,41 @@
+"""Defaults of requests come from generation_config.json, as in vLLM."""
+
+import json
+
+import httpx
+import pytest
+
+from jspec.server import defaults
+from tests.server import live
+
+GIVEN = {"temperature": 0.6, "top_k": 20, "do_sample": False, "eos_token_id": 0, "max_length": 9}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(GIVEN))
+    return tmp_path
+
+
+def test_settings_of_sampling_are_read_and_others_left_out(llm, directory):
+    assert defaults.of(llm, str(directory)) == {"temperature": 0.6, "top_k": 20}
+    assert defaults.of(llm, "vllm") == {}
+
+
+def test_a_directory_without_the_file_and_a_bad_value_are_refused(llm, directory, tmp_path_factory):
+    with pytest.raises(ValueError, match=r"there is no generation_config\.json"):
+        defaults.of(llm, str(tmp_path_factory.mktemp("empty")))
+    (directory / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: temperature=-1"):
+        defaults.of(llm, str(directory))
+
+
+def test_a_request_has_the_defaults_that_it_does_not_set(llm):
+    body = {"prompt": "the quick", "max_tokens": 12, "seed": 4}
+    with live.running(llm, defaults={"temperature": 0.0}) as server:
+        ask = lambda **more: httpx.post(f"{server.url}/v1/completions", json=body | more).json()
+        texts = [
+            ask(**more)["choices"][0]["text"]
+            for more in ({}, {"temperature": 0}, {"temperature": 1})
+        ]
+    assert texts[0] == texts[1] != texts[2]
