@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import queue
 import threading
@@ -262,12 +263,19 @@ class AsyncLLM:
         return together
 
     async def _resolved(self, prompts: Any, params: Any) -> list[GenerationRequest]:
-        """Resolve requests in a thread; grammars may take long, and must not hold up others."""
+        """Resolve requests in a thread."""
         each = params if isinstance(params, Sequence) else [params]
         has_grammar = any(getattr(one, "structured_outputs", None) for one in each)
-        executor = self._grammar_threads if has_grammar else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self.llm.resolve, prompts, params)
+        resolve = functools.partial(self.llm.resolve, prompts, params)
+        return await self.in_thread(resolve, has_grammar=has_grammar)
+
+    async def in_thread(self, call: Callable[[], Any], *, has_grammar: bool = False) -> Any:
+        """Return the result of a call that takes long, in a thread.
+
+        Grammars take longest, and have threads of their own.
+        """
+        threads = self._grammar_threads if has_grammar else None
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     def _close(self, running: RunningRequest) -> None:
         self._inbox.put(lambda: self._end(running))

@@ -95,9 +95,11 @@ def _tokens(server: Server) -> APIRouter:
             raise RequestError("send prompt or messages, one of them.", param="prompt")
         if body.messages is None:
             special = body.add_special_tokens is not False
-            ids = await server.in_thread(lambda: prompts.encode(server, body.prompt, special))
+            ids = await server.served.in_thread(
+                lambda: prompts.encode(server, body.prompt, special)
+            )
         else:
-            prompt = await server.in_thread(lambda: prompts.of_chat(server, body))
+            prompt = await server.served.in_thread(lambda: prompts.of_chat(server, body))
             ids = prompt["prompt_token_ids"]
         texts = server.llm.get_tokenizer().convert_ids_to_tokens(ids)
         most = server.llm.max_model_len
@@ -115,7 +117,7 @@ def _tokens(server: Server) -> APIRouter:
             raise RequestError(message, param="tokens")
         with refusals():
             tokenizer = server.llm.get_tokenizer()
-            text = await server.in_thread(lambda: tokenizer.decode(body.tokens))
+            text = await server.served.in_thread(lambda: tokenizer.decode(body.tokens))
         return {"prompt": text}
 
     return router
@@ -165,7 +167,7 @@ def _development(server: Server) -> APIRouter:
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        await server.in_thread(server.llm.reset_prefix_cache)
+        await server.served.in_thread(server.llm.reset_prefix_cache)
         return Response(status_code=200)
 
     @router.post("/abort_requests")

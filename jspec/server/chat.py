@@ -49,7 +49,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         is_parallel=fields.parallel_tool_calls is not False,
     )
     shown = fields if fields.tool_choice != "none" else fields.model_copy(update={"tools": None})
-    prompt = await server.in_thread(lambda: prompts.of_chat(server, shown))
+    prompt = await server.served.in_thread(lambda: prompts.of_chat(server, shown))
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(fields, name)
     options = dict(
@@ -59,7 +59,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
     )
     if use.reader and not use.structured_outputs:
         options["skip_special_tokens"] = False  # marks of calls may be special tokens
-    params = await server.in_thread(
+    params = await server.served.in_thread(
         lambda: sampling.params_of(fields, server.settings.defaults, **options),
         has_grammar=fields.has_grammar or bool(use.structured_outputs),
     )

@@ -113,6 +113,15 @@ class GenerationFields(_Fields):
     # Whether ``usage`` has the counts of drafts and their acceptance.
     speculative_decoding_stats: bool | None = False
 
+    def check(self) -> None:
+        """Refuse ``stream_options`` without a stream too."""
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options has no meaning without a stream; set stream.",
+                param="stream_options",
+            )
+
     @property
     def has_grammar(self) -> bool:
         """True if a grammar forms the text."""

@@ -4,8 +4,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -19,7 +18,6 @@ from jspec.server.fields import GenerationFields
 from jspec.server.metrics import Observer
 from jspec.util.messages import printable
 
-_GRAMMAR_THREADS = 2
 _NO_TOKEN = (
     "every token had probability 0: the model's logits are NaN, or the request forbids all tokens."
 )
@@ -44,16 +42,7 @@ class Server:
 
     def __init__(self, served: AsyncLLM, settings: Settings, observer: Observer):
         self.served, self.settings, self.observer = served, settings, observer
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "jspec-grammar")
         self.is_draining, self.created = False, int(time.time())
-
-    async def in_thread(self, call: Callable[[], Any], *, has_grammar: bool = False) -> Any:
-        """Return the result of a call that takes long, in a thread.
-
-        Grammars take longest, and have threads of their own.
-        """
-        threads = self._grammar_threads if has_grammar else None
-        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     @property
     def llm(self) -> Any:
