@@ -15,7 +15,7 @@ def test_a_request_is_a_span(llm, headers):
     spans = InMemorySpanExporter()
     tracer = traces.Tracer(spans)
     with live.running(llm, record=tracer.record) as server:
-        body = {"prompt": "the quick", "max_tokens": 8, "request_id": "mine"}
+        body = {"prompt": "the quick", "max_tokens": 8, "ignore_eos": True, "request_id": "mine"}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).json()
     tracer.close()
     (span,) = spans.get_finished_spans()
