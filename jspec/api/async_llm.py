@@ -7,8 +7,8 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -16,14 +16,14 @@ from jspec.api.llm import LLM, STREAM_ROUNDS
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
-from jspec.engine.admission import chunk_widths
 from jspec.engine.engine import Ticket
 from jspec.engine.launches import Launch
+from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
 from jspec.util.messages import shown
 
 _MOST_ROUNDS = 32  # of a launch
-_GRAMMAR_THREADS = 2  # grammars that are compiled at a time
+_COMPILERS = 2  # grammars and programs that are compiled at a time
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 
@@ -134,14 +134,16 @@ class AsyncLLM:
             raise ValueError(f"launch_seconds={shown(launch_seconds)} must be above 0.")
         self.llm, self._runtime = llm, llm.runtime
         size = llm.max_num_seqs, llm.max_model_len
-        options = dict(max_num_queued=max_num_queued, on_launch=on_launch)
+        options = dict(max_num_queued=max_num_queued, on_launch=on_launch, joins_together=False)
         self._engine = self._runtime.engine(*size, **options)
+        self._programs: Programs | None = None  # after ``warm_up``
+        self._typical: tuple[SequenceParams, ...] = ()  # with grammars that were prepared
         self._launch_seconds = launch_seconds
         self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
         self._error: BaseException | None = None  # that ended the thread
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "jspec-grammar")
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "jspec-compiler")
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
 
@@ -156,9 +158,10 @@ class AsyncLLM:
 
         Programs are those for prompts of all lengths, and for all numeric settings of sampling.
         What only few use is compiled when it is asked for: grammars, scores, lists of token ids.
+        From now on a request that needs a program waits for it, and the others go on.
 
         Args:
-          on_progress: called with the number of steps that are done, and of all.
+          on_progress: called with the number of programs that are done, and of all.
         """
         typical = SamplingParams(
             temperature=0.7,
@@ -169,21 +172,28 @@ class AsyncLLM:
             frequency_penalty=0.1,
             repetition_penalty=1.1,
         )
-        capacity = self.llm.max_model_len
-        prompt = lambda width: (0,) * min(width + 1, capacity - 2)
         ends = tuple(self.llm.eos_token_ids) or (0,)
         options = dict(max_tokens=2, stop_token_ids=ends, **typical.parameters)
-        alone = [SequenceParams(prompt(width), **options) for width in chunk_widths(capacity)]
-        together = [SequenceParams(prompt(1), **options)] * self.llm.max_num_seqs
-        batches = [together, *([each] for each in alone)]
+        programs = Programs(self._engine)
+        sequence = SequenceParams((0, 0), **options)
+        self._runtime.warm_up(self._engine, programs, sequence, on_progress)
+        self._programs = programs
 
-        def reported() -> Iterator[list[SequenceParams]]:
-            for done, batch in enumerate(batches):
-                on_progress(done, len(batches))
-                yield batch
+    def prepare(self, sampling_params: SamplingParams) -> Future[None]:
+        """Compile in a thread what requests with these settings need, after ``warm_up``.
 
-        self._runtime.warm_up(self._engine, reported())
-        on_progress(len(batches), len(batches))
+        Requests that need it meanwhile wait for it, and the others go on. Smaller grammars share
+        the programs of one that was prepared.
+        """
+
+        def compile() -> None:
+            prompt = {"prompt_token_ids": [0]}
+            (request,) = self.llm.resolve(prompt, sampling_params, will_run=False)
+            if request.sequences[0].grammar is not None:
+                self._typical = (*self._typical, request.sequences[0])
+            self._compile([request])
+
+        return self._compilers.submit(compile)
 
     async def generate(
         self,
@@ -267,14 +277,34 @@ class AsyncLLM:
         each = params if isinstance(params, Sequence) else [params]
         has_grammar = any(getattr(one, "structured_outputs", None) for one in each)
         resolve = functools.partial(self.llm.resolve, prompts, params)
-        return await self.in_thread(resolve, has_grammar=has_grammar)
+        batch = await self.in_thread(resolve, compiles=has_grammar)
+        if self._needs_programs(batch):
+            await self.in_thread(lambda: self._compile(batch), compiles=True)
+        return batch
 
-    async def in_thread(self, call: Callable[[], Any], *, has_grammar: bool = False) -> Any:
+    def _needs_programs(self, batch: Sequence[GenerationRequest]) -> bool:
+        """Return whether a batch may need programs that no request has needed so far."""
+        if self._programs is None:
+            return False
+        scoring = self._runtime.scoring_of(batch)
+        return any(self._programs.may_lack(self._like(each), scoring) for each in batch)
+
+    def _compile(self, batch: Sequence[GenerationRequest]) -> None:
+        scoring = self._runtime.scoring_of(batch)
+        for request in batch:
+            self._programs.compile(self._like(request), scoring)
+
+    def _like(self, request: GenerationRequest) -> list[SequenceParams]:
+        """Return a sequence of a request, and those prepared that it shares programs with."""
+        sequence = request.sequences[0]  # the others differ by streams
+        return [sequence, *(self._typical if sequence.grammar is not None else ())]
+
+    async def in_thread(self, call: Callable[[], Any], *, compiles: bool = False) -> Any:
         """Return the result of a call that takes long, in a thread.
 
-        Grammars take longest, and have threads of their own.
+        Grammars and programs take longest to compile, and have threads of their own.
         """
-        threads = self._grammar_threads if has_grammar else None
+        threads = self._compilers if compiles else None
         return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     def _close(self, running: RunningRequest) -> None:
@@ -318,7 +348,7 @@ class AsyncLLM:
         """End all requests and the thread, and wait for it: for a launch at most."""
         self._inbox.put(None)
         self._thread.join()
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     # -------------------------------------------------------------------------------- the thread
 
@@ -366,6 +396,9 @@ class AsyncLLM:
             return  # their reader has left
         try:
             batch = [running._request for running in together]
+            self._engine.profile = self._engine.profile.grown(
+                sequence for request in batch for sequence in self._like(request)
+            )
             options = dict(rounds=STREAM_ROUNDS, priority=together[0]._priority)
             tickets = iter(self._runtime.submit(batch, engine=self._engine, **options)[1])
         except Exception as error:

@@ -297,10 +297,13 @@ class LLM:
         )
         return memory.pool_of(self._plan, self._params, **given, **options)
 
-    def resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
+    def resolve(
+        self, inputs: Any, sampling_params: Settings, *, will_run: bool = True
+    ) -> list[GenerationRequest]:
         """Check and resolve all requests before any of them runs, for ``runtime``.
 
-        Arguments and errors are those of ``generate``.
+        Other arguments, and errors, are those of ``generate``. Requests that ``will_run`` take
+        numbers.
         """
         items = prompts.read(inputs, lambda text: self.get_tokenizer().encode(text))
         settings = requests.params_per_prompt(sampling_params, len(items))
@@ -336,7 +339,7 @@ class LLM:
             pool = self.runtime.pool
             for sequence in first if pool is not None else ():
                 pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
-            self._num_requests += len(resolved)
+            self._num_requests += len(resolved) * will_run
         return resolved
 
     def _tokenizer_of_text(self) -> Any:

@@ -1,19 +1,20 @@
 """The engines that run the requests of an ``LLM``, and the state that outlives them."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 from jspec.api import metrics, requests
 from jspec.api.requests import GenerationRequest
-from jspec.core.logprobs import Mode
+from jspec.core.logprobs import Mode, Scoring
 from jspec.core.types import Params
 from jspec.engine.engine import Engine, Ticket
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
+from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
 
 
@@ -76,9 +77,7 @@ class Runtime:
           queue.Full: too many sequences wait in the engine.
           ValueError: a sequence does not fit the engine.
         """
-        vocab_size = self.plan.target.vocab_size
-        scoring = requests.scoring_of(batch, vocab_size, self._max_logprobs, self._mode)
-        tickets = []
+        scoring, tickets = self.scoring_of(batch), []
         with self._lock:
             if engine is None:
                 engine = self._engine_of(num_slots, capacity)
@@ -96,11 +95,22 @@ class Runtime:
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         return engine, tickets
 
-    def warm_up(self, engine: Engine, batches: Iterable[Sequence[SequenceParams]]) -> None:
-        """Run batches for their programs alone: nothing is counted, and nothing is learned.
+    def scoring_of(self, batch: Sequence[GenerationRequest]) -> Scoring | None:
+        """Return the scores that a batch needs; None for none."""
+        vocab_size = self.plan.target.vocab_size
+        return requests.scoring_of(batch, vocab_size, self._max_logprobs, self._mode)
+
+    def warm_up(
+        self,
+        engine: Engine,
+        programs: Programs,
+        sequence: SequenceParams,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Compile and run what a sequence needs: nothing is counted, and nothing is learned.
 
         The KV cache has pages for all slots of the engine from then on, if memory permits. No other
-        request may run.
+        request may run. ``on_progress`` is that of ``Programs.compile``.
         """
         pool = self.pool
         with self._lock:
@@ -108,9 +118,9 @@ class Runtime:
                 pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.queries, pool.hits)
             on_launch, engine.on_launch = engine.on_launch, None
-            for sequences in batches:
-                engine.shared = init_shared(self.plan)
-                engine.warm_up(sequences, cache_salt="warm-up")
+            programs.compile([sequence], on_progress=on_progress)
+            engine.shared = init_shared(self.plan)
+            engine.warm_up([sequence], cache_salt="warm-up")
             engine.on_launch = on_launch
             if pool is not None:
                 pool.queries, pool.hits = counted

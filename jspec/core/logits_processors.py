@@ -394,6 +394,8 @@ PROCESSORS: dict[str, Processor] = {
             _keep_grammar,
             lambda _, branches: (branches.history.state != token_fsm.FREE).any(),
             reads_branch=True,
+            form=lambda s: s.grammar.sizes,
+            join=lambda one, other: tuple(map(max, one, other)),
         ),
         # No profile has it: the engine adds its arrays to a round whose draft is known.
         Processor(

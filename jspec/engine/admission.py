@@ -56,10 +56,12 @@ class Intake:
         index = begin[:, None] + np.arange(width + 1)
         chunk = np.take_along_axis(self.prompts, np.minimum(index, self.prompts.shape[1] - 1), 1)
         valid = np.clip(self.lengths - 1 - begin, 0, width).astype(np.int32)
-        state = self.state if pool is None else pool.lend(self.state)
-        inputs = state, chunk, begin, valid
+        history = self.state.history  # not passed: grammars add to it, and need no other program
+        state = self.state.replace(history=None)
+        inputs = state if pool is None else pool.lend(state), chunk, begin, valid
         state, scores = prefill(plan, params, *inputs, self.scoring, self.table)
-        self.state = state if pool is None else pool.take_back(state)
+        state = state if pool is None else pool.take_back(state)
+        self.state = state.replace(history=history)
         self.num_prefilled = begin + valid
         if scores is not None:
             self.scores.append(scores)
@@ -105,20 +107,20 @@ def begin(
     history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
     request, state = allocate(plan, params, request, streams, history, done, cached)
     begun = np.zeros(batch, np.int32) if cached is None else cached
-    width = chunk_width(lengths - begun, PREFILL_CHUNK if scoring is None else _SCORED_CHUNK)
+    width = chunk_width(lengths - begun, scoring)
     return Intake(request, state, tokens, lengths, begun, width, scoring, table)
 
 
-def chunk_width(lengths: np.ndarray, most: int | None = None) -> int:
+def chunk_width(lengths: np.ndarray, scoring: Scoring | None = None) -> int:
     """Return the tokens of a chunk for prompts of ``lengths``: one of few, each is a program."""
-    most = PREFILL_CHUNK if most is None else most
+    most = PREFILL_CHUNK if scoring is None else _SCORED_CHUNK
     return min(bucket(int(lengths.max()) - 1, smallest=16), most)
 
 
-def chunk_widths(longest: int) -> list[int]:
+def chunk_widths(longest: int, scoring: Scoring | None = None) -> list[int]:
     """Return the chunk widths of all prompts of up to ``longest`` tokens."""
     lengths = [*(1 << power for power in range(longest.bit_length())), longest]
-    return sorted({chunk_width(np.array([length])) for length in lengths})
+    return sorted({chunk_width(np.array([length]), scoring) for length in lengths})
 
 
 @functools.partial(jax.jit, static_argnames="plan")

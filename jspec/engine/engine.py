@@ -134,6 +134,8 @@ class Engine:
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
       on_launch: called with every launch that was read, as NumPy arrays.
+      joins_together: whether an idle engine prefills many prompts in one program, which takes the
+        longest of them. Without it there are fewer programs.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -151,6 +153,7 @@ class Engine:
         pool: Pool | None = None,
         max_num_queued: int | None = None,
         on_launch: Callable[[Launch], None] | None = None,
+        joins_together: bool = True,
     ):
         for name, value in (("num_slots", num_slots), ("max_num_queued", max_num_queued)):
             if value is not None and not is_whole(value, 1):
@@ -161,7 +164,7 @@ class Engine:
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
-        self.on_launch = on_launch
+        self.on_launch, self.joins_together = on_launch, joins_together
         self._arrivals = itertools.count()
         self._waiting: list[Ticket] = []  # a heap
         self._staged: _Staged | None = None
@@ -195,6 +198,16 @@ class Engine:
     def num_running(self) -> int:
         """Sequences in slots."""
         return sum(ticket is not None for ticket in self._slots)
+
+    @property
+    def grammars(self) -> tuple[Grammar, ...]:
+        """The grammars that the device has."""
+        return self._grammars
+
+    @property
+    def paces(self) -> list[Pace]:
+        """A pace of every program that launches may have."""
+        return [Pace(self.plan)] if self._pacing is None else self._pacing.paces
 
     def submit(
         self,
@@ -377,7 +390,7 @@ class Engine:
         is_empty = not any(self._slots)
         if is_empty:
             self._grammars, self.profile = (), self._profile_of_waiting()
-        together = is_empty and 2 * len(self._waiting) > self.num_slots
+        together = is_empty and self.joins_together and 2 * len(self._waiting) > self.num_slots
         together &= not any(ticket.is_suspect for ticket in self._waiting)
         size, tickets = self.num_slots if together else 1, []
         cached = np.zeros(size, np.int32)
@@ -545,7 +558,7 @@ class Engine:
         watched = np.array([ticket is not None and is_wanted for ticket in self._slots])
         profile = self._running
         if not any(ticket.scoring for ticket in running):
-            profile = dataclasses.replace(profile, scoring=None)
+            profile = profile.without_scores()
         state = self._state if self.pool is None else self.pool.lend(self._state)
         inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
         table = self._table_of(self._slots)

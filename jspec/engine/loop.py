@@ -315,6 +315,7 @@ def prefill(
       plan: static.
       params: weights.
       state: consumed; the caches hold the first ``start`` tokens of every prompt that is longer.
+        Its history is not read, and may be None.
       chunk: int32 [B, C+1], C tokens and one of look-ahead.
       start: int32 [B], position of the chunk's first token.
       valid: int32 [B], number of the C tokens that each sequence prefills.

@@ -72,14 +72,12 @@ class Pacing:
     def choose(self, running: np.ndarray) -> Pace:
         """Return the pace of a launch with the ``running`` rows, bool [B]."""
         if self.pinned is not None:
-            rates = self._known.rates()
-            budget = None if self.by_rows else self._budget(self.pinned, rates, self._even)
-            return Pace(self._plans[self.pinned], budget)
+            return self._even_pace(self.pinned)
         if self.by_rows:
             return Pace(self._plans[self._drafter.for_rows(int(running.sum()))])
-        rates = self._known.rates()
         if not self.costs.is_known:
-            return Pace(self._plans[self._length], self._budget(self._length, rates, self._even))
+            return self._even_pace(self._length)
+        rates = self._known.rates()
         emitted = self._expected(rates, running)
         trial = self._trial(emitted)
         if trial is not None:
@@ -101,6 +99,16 @@ class Pacing:
             return Pace(self._plans[self._length], budget)
         self._known.retry(due)
         return Pace(self._plans[self._length], budget, _RETRY_ROUNDS)
+
+    @property
+    def paces(self) -> list[Pace]:
+        """A pace of every length."""
+        return [self._even_pace(length) for length in self._plans]
+
+    def _even_pace(self, length: int) -> Pace:
+        """Return a pace whose budget verifies all nodes; without one if rows decide."""
+        budget = None if self.by_rows else self._budget(length, self._known.rates(), self._even)
+        return Pace(self._plans[length], budget)
 
     def learn(self, pace: Pace, ran: Launch, rows: np.ndarray, seconds: float | None) -> None:
         """Learn from a launch that was read.

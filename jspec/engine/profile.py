@@ -60,6 +60,10 @@ class Profile:
         forms = tuple(form for form in self.forms if form[0] != "logits_processors")
         return dataclasses.replace(self, forms=forms)
 
+    def without_scores(self) -> "Profile":
+        """Return the profile for launches in which no row is scored."""
+        return dataclasses.replace(self, scoring=None)
+
     def scored(self, scoring: Scoring | None) -> "Profile":
         """Return the least profile that computes such scores too."""
         if scoring is None:
@@ -94,9 +98,8 @@ def request_of(
     for name, form in profile.forms:
         make = PROCESSORS[name].arrays
         if make is None:
-            arrays[name] = automata.joined(
-                [each.grammar for each in sequences], grammars, generated
-            )
+            of_rows = [each.grammar for each in sequences]
+            arrays[name] = automata.joined(of_rows, grammars, generated, least=form)
         else:
             arrays[name] = make(sequences, vocab_size, form)
     settings = Sampling(

@@ -29,6 +29,11 @@ _END = b"\x00"
 _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
 
+# Of a device's automaton: widths of its states, transitions and listed tokens, of the longest list,
+# and the steps of a search.
+Sizes = tuple[int, int, int, int, int]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
     """An automaton over token ids with states 0 to S - 1 and E transitions, sorted by token id."""
@@ -39,6 +44,13 @@ class Grammar:
     start: int
     listed: tuple[np.ndarray, ...]  # ids that each state allows, or forbids if they are fewer
     forbids: np.ndarray  # bool [S], whether ``listed`` holds forbidden ids
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the device's automaton if this is the only grammar."""
+        longest = max((part.size for part in self.listed), default=0)
+        counts = self.first.size - 1, self.tokens.size, sum(part.size for part in self.listed)
+        return _sizes(*counts, longest, int(np.diff(self.first).max(initial=0)))
 
 
 def setting_of(outputs: Mapping[str, Any] | Any) -> dict[str, Any]:
@@ -420,14 +432,15 @@ def joined(
     grammars: Sequence[Grammar | None],
     known: Sequence[Grammar] = (),
     generated: Sequence[Sequence[int]] = (),
+    least: Sizes | None = None,
 ) -> Automaton:
-    """Return the automaton of a batch; rows without a grammar are free.
+    """Return the automaton of a batch, of the sizes ``least`` or above; other rows are free.
 
     The states of ``known`` grammars come first, in this order: a batch that knows the same ones
     numbers them alike. The first rows start behind the tokens that they have ``generated``.
     """
     unique = tuple(dict.fromkeys((*known, *(each for each in grammars if each is not None))))
-    automaton, begin = _united(unique)
+    automaton, begin = _united(unique, least)
     start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
     for row, tokens in enumerate(generated):
         start[row] = _after(automaton, start[row], tokens)
@@ -447,7 +460,9 @@ def _after(automaton: Automaton, state: int, tokens: Sequence[int]) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int]]:
+def _united(
+    grammars: tuple[Grammar, ...], least: Sizes | None
+) -> tuple[Automaton, dict[Grammar, int]]:
     """Return the automaton of different grammars, without rows, and their first states."""
     none = np.empty(0, np.int32)
     first, tokens, following = [np.zeros(1, np.int32)], [none], [none]
@@ -464,9 +479,8 @@ def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int
         transitions += grammar.tokens.size
     rows = np.diff(np.append(np.concatenate(first), transitions))
     lengths = [part.size for part in listed]
-    # Widths are coarse, so that most grammars of a vocabulary share their programs.
-    width = functools.partial(bucket, factor=4)
-    count, size = width(states + 1), width(transitions)
+    sizes = _sizes(states, transitions, sum(lengths), max(lengths), int(rows.max()))
+    count, size, total, longest, steps = sizes if least is None else map(max, sizes, least)
 
     def padded(parts: list[np.ndarray], length: int, fill: int) -> np.ndarray:
         values = np.concatenate(parts).astype(np.int32)
@@ -477,10 +491,17 @@ def _united(grammars: tuple[Grammar, ...]) -> tuple[Automaton, dict[Grammar, int
         tokens=padded(tokens, size, -1),
         following=padded(following, size, FREE),
         first_listed=padded([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
-        listed=padded(listed, width(sum(lengths)), -1),
+        listed=padded(listed, total, -1),
         forbids=np.pad(np.array(forbids), (0, count - len(forbids))),
         start=none,
-        longest=width(max(lengths), 1),
-        steps=token_fsm.num_steps(int(rows.max())),
+        longest=longest,
+        steps=steps,
     )
     return automaton, begin
+
+
+def _sizes(states: int, transitions: int, listed: int, longest: int, most: int) -> Sizes:
+    """Return coarse widths, so that most grammars of a vocabulary share their programs."""
+    width = functools.partial(bucket, factor=4)
+    widths = width(states + 1), width(transitions), width(listed), width(longest, 1)
+    return *widths, token_fsm.num_steps(most)

@@ -61,7 +61,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         options["skip_special_tokens"] = False  # marks of calls may be special tokens
     params = await server.served.in_thread(
         lambda: sampling.params_of(fields, server.settings.defaults, **options),
-        has_grammar=fields.has_grammar or bool(use.structured_outputs),
+        compiles=fields.has_grammar or bool(use.structured_outputs),
     )
     id = f"chatcmpl-{fields.request_id or uuid.uuid4().hex}"
     batch = await server.submit([prompt], [params], fields, id)

@@ -34,7 +34,7 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
     given = await server.served.in_thread(lambda: prompts.of_completion(server, fields))
     params = await server.served.in_thread(
         lambda: [_params(server, fields, prompt, asked) for prompt in given],
-        has_grammar=fields.has_grammar,
+        compiles=fields.has_grammar,
     )
     id = f"cmpl-{fields.request_id or uuid.uuid4().hex}"
     batch = await server.submit(given, params, fields, id)

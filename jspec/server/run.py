@@ -10,15 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jspec.api.async_llm import AsyncLLM
 from jspec.api.llm import LLM
+from jspec.api.sampling_params import SamplingParams
 from jspec.server import app, batch
 from jspec.server.gate import Gate
 from jspec.server.metrics import Observer
 from jspec.server.serving import Server, Settings
 from jspec.util.messages import shown
 
+_TYPICAL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "count", "tags"],
+}
 _log = logging.getLogger(__name__)
 _MOST_HEADER_BYTES = 64 << 10
 _IDLE_SECONDS = 15  # of a connection between two requests
@@ -70,7 +81,7 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C; running requests then finish first.
 
-    A second signal ends at once.
+    A second signal ends at once. What the first JSON schemas need compiles once the server answers.
 
     Args:
       llm: the loaded models.
@@ -85,10 +96,16 @@ def serve(
     limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
     options = dict(max_num_queued=max_num_queued, record=record, on_progress=on_progress)
     api = application(llm, settings, root_path=network.root_path, **options, **limits)
+    served = api.server.served
+
+    def begin(url: str) -> None:
+        on_ready(url)
+        served.prepare(SamplingParams(structured_outputs={"json": _TYPICAL_SCHEMA}))
+
     try:
-        _Uvicorn(api, api.server, network, on_ready).run([bound])
+        _Uvicorn(api, api.server, network, begin).run([bound])
     finally:
-        api.server.served.close()
+        served.close()
 
 
 def application(
@@ -135,13 +152,41 @@ def answer_batch(
     return num_failed
 
 
+class Protocol(H11Protocol):
+    """A connection that is closed if the head of its next request takes too long.
+
+    Uvicorn's own timer ends with the first byte of a head, and waits for no first request.
+    """
+
+    seconds = _IDLE_SECONDS  # between two looks: a head may take as many, and at most twice as many
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to watch a connection."""
+        super().connection_made(transport)
+        self._watch(-1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End watching."""
+        self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self, last: Any) -> None:
+        """Close the connection if it has waited since the ``last`` request that was seen."""
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self.cycle is last:
+            self.shutdown()
+        else:
+            seen = self.cycle if is_waiting else -1
+            self._next_look = self.loop.call_later(self.seconds, self._watch, seen)
+
+
 class _Uvicorn(uvicorn.Server):
     """Uvicorn that answers 503 while running requests finish, and then ends."""
 
     def __init__(self, api: Any, server: Server, network: Network, on_ready: Callable[[str], None]):
         config = uvicorn.Config(
             api,
-            http="h11",  # the one that bounds headers
+            http=Protocol,  # h11, which bounds headers
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             timeout_keep_alive=_IDLE_SECONDS,
             access_log=False,

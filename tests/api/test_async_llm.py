@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import queue
 
+import jax
 import pytest
 
 import jspec
@@ -15,12 +16,14 @@ from tests import llm_fixtures
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the", "x", "for i in range("]
 
 
+CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "llm"
     target = llm_fixtures.loaded(root)["target"]
-    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
-    return jspec.LLM(target, config, max_num_seqs=3, max_model_len=96)
+    return jspec.LLM(target, CONFIG, max_num_seqs=3, max_model_len=96)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +235,62 @@ def test_what_is_compiled_first_serves_requests_of_all_lengths(llm, lengths):
     prompts, queries = "vllm:prompt_tokens", "vllm:prefix_cache_queries"
     assert after[prompts] == counted[prompts] + 271
     assert after[queries] == counted[queries] + 271 - 7  # a prompt's last token is not looked up
+
+
+@pytest.fixture
+def compiling_threads(caplog):
+    """Return the names of the threads that have compiled large programs."""
+
+    def names():
+        programs = "Compiling jit(launch)", "Compiling jit(prefill)"
+        found = [each for each in caplog.records if each.getMessage().startswith(programs)]
+        return [record.threadName for record in found]
+
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    yield names
+    jax.config.update("jax_log_compiles", False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"structured_outputs": {"regex": "[ab]{3}c*"}}, {"logprobs": 2}, {"prompt_logprobs": 1}],
+)
+def test_a_request_that_needs_a_new_program_holds_up_no_other(llm, options, compiling_threads):
+    llm = jspec.LLM(llm.build.model, CONFIG, max_num_seqs=4, max_model_len=96)
+    given, plain = params(1, **options), params(2, max_tokens=60)
+
+    async def both():
+        tasks = [last(served, "x", plain)]
+        await asyncio.sleep(0.05)
+        return await asyncio.gather(*tasks, last(served, "x", given))
+
+    with AsyncLLM(llm) as served:
+        served.warm_up()
+        before = len(compiling_threads())
+        outputs = asyncio.run(both())
+        threads = set(compiling_threads()[before:])
+    expected = [llm.generate("x", settings)[0].outputs for settings in (plain, given)]
+    assert threads and all(name.startswith("jspec-compiler") for name in threads)
+    assert [texts(each.outputs) for each in outputs] == list(map(texts, expected))
+
+
+def test_what_is_prepared_is_there_for_requests_and_changes_no_text(llm, compiling_threads):
+    given = jspec.SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]*(de|fg){9}"})
+    smaller = jspec.SamplingParams(max_tokens=8, structured_outputs={"choice": ["de", "fg"]})
+    llm, other = (
+        jspec.LLM(llm.build.model, CONFIG, max_num_seqs=5, max_model_len=96, seed=3)
+        for _ in range(2)
+    )
+    with AsyncLLM(llm) as served:
+        served.warm_up()
+        served.prepare(given).result(60)
+        before = len(compiling_threads())
+        output = asyncio.run(last(served, "x", given))
+        asyncio.run(last(served, "x", smaller))
+        assert len(compiling_threads()) == before
+        refused = served.prepare(jspec.SamplingParams(structured_outputs={"regex": "("}))
+        assert "cannot be compiled" in str(refused.exception(60))
+    assert texts(output.outputs) == texts(other.generate("x", given)[0].outputs)
 
 
 def test_settings_out_of_range_are_refused(llm):

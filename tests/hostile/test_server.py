@@ -1,6 +1,7 @@
 """Hostile requests to a live server get an answer or an error, and harm no other request."""
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.server.fields import ChatFields, CompletionFields, ResponseFields
+from jspec.server.run import Protocol
 from tests.hostile.junk import anything, few
 from tests.server import live
 
@@ -190,6 +192,26 @@ def test_connections_that_send_nothing_block_nobody(server, http):
     finally:
         for connection in idle:
             connection.close()
+
+
+def test_a_connection_whose_request_does_not_come_is_closed(server, http, monkeypatch):
+    monkeypatch.setattr(Protocol, "seconds", 0.3)
+    host, port = server.url.removeprefix("http://").split(":")
+    silent, slow, whole = (socket.create_connection((host, int(port))) for _ in range(3))
+    whole.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # and nothing after it
+    begin = time.monotonic()
+    with contextlib.suppress(OSError):
+        while time.monotonic() - begin < 10:  # a byte at a time
+            slow.sendall(b"G")
+            time.sleep(0.05)
+    assert time.monotonic() - begin < 5
+    for connection in (silent, whole):
+        connection.settimeout(5)
+        received = b"".join(iter(lambda each=connection: each.recv(4096), b""))
+        assert received == b"" or (connection is whole and b" 200 " in received)
+        connection.close()
+    slow.close()
+    assert http.post("/v1/completions", json=KNOWN | {"max_tokens": 60}).status_code == 200
 
 
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}

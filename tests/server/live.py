@@ -14,7 +14,7 @@ import jspec
 from jspec.api.async_llm import AsyncLLM
 from jspec.server import app
 from jspec.server.metrics import Observer
-from jspec.server.run import Network
+from jspec.server.run import Network, Protocol
 from jspec.server.serving import Server, Settings
 from tests import llm_fixtures
 
@@ -57,7 +57,7 @@ def running(llm, *, max_num_queued=None, limits=None, record=None, **settings) -
         observer.attach(served)
         server = Server(served, Settings((NAME,), **settings), observer)
         api = app.create(server, **(limits or {}))
-        config = uvicorn.Config(api, log_config=None, access_log=False, http="h11")
+        config = uvicorn.Config(api, log_config=None, access_log=False, http=Protocol)
         bound, runner = Network(port=0).bound(), uvicorn.Server(config)
         thread = threading.Thread(target=runner.run, args=([bound],), daemon=True)
         port = bound.getsockname()[1]
