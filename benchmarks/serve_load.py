@@ -157,8 +157,8 @@ class Load:
 
 
 @contextlib.contextmanager
-def server(model: str, num_slots: int) -> Iterator[tuple[str, int]]:
-    """Run ``jspec serve``; yield its address and process id."""
+def server(model: str, num_slots: int, *more: str) -> Iterator[tuple[str, int]]:
+    """Run ``jspec serve``, with ``more`` flags; yield its address and process id."""
     flags = [
         "--dtype",
         "float32",
@@ -171,7 +171,7 @@ def server(model: str, num_slots: int) -> Iterator[tuple[str, int]]:
     ]
     drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
     flags += ["--speculative-config", drafts]
-    command = [sys.executable, "-m", "jspec", "serve", model, *flags]
+    command = [sys.executable, "-m", "jspec", "serve", model, *flags, *more]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             yield _address(process, log), process.pid

@@ -147,11 +147,11 @@ class Peers:
         root = Path(self._folder.name)
         self._files, self._draft = root / "target", None
         if self._pythons:
-            _export(self._target, self._files)
+            export(self._target, self._files)
         given = self._config_of("draft_model")
         if self._pythons and given is not None:
             self._draft = root / "draft"
-            _export(loading.load(given["model"], self._dtype), self._draft)
+            export(loading.load(given["model"], self._dtype), self._draft)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,7 +249,7 @@ class Peers:
         return names_of(configs)[configs.index(config)]
 
 
-def _export(model: LoadedModel, folder: Path) -> None:
+def export(model: LoadedModel, folder: Path) -> None:
     """Write a model as a Hugging Face folder, which GGUF files are not for all peers."""
     described = checkpoint.hf_config(model.config)
     known = {key: described[key] for key in ("architectures", "hidden_act") if key in described}

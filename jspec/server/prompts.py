@@ -36,7 +36,7 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     """Return the prompt of a conversation.
 
     Raises:
-      RequestError: a message is malformed, or the chat template refuses them.
+      RequestError: a message is malformed, there is no chat template, or it refuses the messages.
     """
     messages = [_message(index, each) for index, each in enumerate(fields.messages)]
     get = lambda name, default=None: getattr(fields, name, default)
@@ -51,6 +51,7 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     options = dict(add_generation_prompt=is_opened, tools=fields.tools or None)
     try:
         if get("chat_template") is None:
+            _check_template(server)
             given = dict(chat_template=server.settings.chat_template, **options)
             (prompt,) = server.llm.chat_prompts(messages, chat_template_kwargs=variables, **given)
         else:
@@ -58,6 +59,15 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     except ValueError as error:
         raise RequestError(str(error), status=422, param="messages") from None
     return _truncated(server, prompt, get("truncate_prompt_tokens"))
+
+
+def _check_template(server: Server) -> None:
+    if not server.settings.chat_template and not server.llm.get_tokenizer().chat_template:
+        raise RequestError(
+            "the model has no chat template; send a prompt to /v1/completions, or start the "
+            "server with --chat-template.",
+            param="messages",
+        )
 
 
 def _of_template(

@@ -93,16 +93,18 @@ def process(*arguments, cwd):
         running.communicate()
 
 
+def address(server):
+    """Return the address that a server of "tiny" prints when it is ready."""
+    return next(line.split()[2] for line in server.stderr if "tiny at http" in line)
+
+
 def test_a_server_answers_and_then_drains(target, tmp_path):
     config = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
     config |= {"max_num_seqs": 2, "max-model-len": 96, "log-format": "json", "port": 0}
     (tmp_path / "serve.yaml").write_text(json.dumps(config))
     flags = "--config", "serve.yaml", "--served-model-name", "tiny", "--disable-log-requests"
     with process("serve", target, *flags, cwd=tmp_path) as server:
-        for line in server.stderr:
-            if "tiny at http" in line:
-                url = line.split()[2]
-                break
+        url = address(server)
         body = {"prompt": "def", "max_tokens": 80, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -128,3 +130,53 @@ def test_a_batch_file_is_answered_by_the_command(target, tmp_path):
     assert batch.returncode == 0 and "1 answers in out.jsonl" in printed
     answer = json.loads((tmp_path / "out.jsonl").read_text())
     assert answer["custom_id"] == "a" and answer["response"]["status_code"] == 200
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_killed_is_completed_by_the_next_run(target, tmp_path):
+    bodies = [
+        {"model": "target", "prompt": f"def f{i}(", "max_tokens": 60, "seed": i} for i in range(24)
+    ]
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = "-i", "in.jsonl", "--max-num-seqs", 1, "--max-model-len", 96, "--dtype", "float32"
+    partial = tmp_path / "out.jsonl.partial"
+    with process("run-batch", target, *flags, "-o", "out.jsonl", cwd=tmp_path) as batch:
+        while not partial.exists() or partial.read_bytes().count(b"\n") < 3:
+            assert batch.poll() is None
+        batch.kill()
+        batch.wait()
+    assert 3 <= partial.read_bytes().count(b"\n") < 24
+    texts = {}
+    for name in ("out.jsonl", "whole.jsonl"):
+        with process("run-batch", target, *flags, "-o", name, cwd=tmp_path) as batch:
+            batch.communicate(timeout=120)
+        assert batch.returncode == 0
+        answers = list(map(json.loads, (tmp_path / name).read_text().splitlines()))
+        assert sorted(each["custom_id"] for each in answers) == sorted(f"r{i}" for i in range(24))
+        choices = {each["custom_id"]: each["response"]["body"]["choices"] for each in answers}
+        texts[name] = {id: choice["text"] for id, (choice,) in choices.items()}
+    assert texts["out.jsonl"] == texts["whole.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_client_that_retries_after_a_kill_gets_the_same_text(target, tmp_path):
+    flags = "--served-model-name", "tiny", "--max-model-len", 192, "--dtype", "float32"
+    body = {"prompt": "def", "max_tokens": 150, "ignore_eos": True, "seed": 5, "stream": True}
+    texts = []
+    for is_killed in (True, False, False):
+        with process("serve", target, *flags, "--port", 0, cwd=tmp_path) as server:
+            url = address(server)
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as response:
+                texts.append("")
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        texts[-1] += json.loads(line[6:])["choices"][0]["text"]
+                    if is_killed and texts[-1]:
+                        server.kill()
+                        break
+    cut, again, whole = texts
+    assert again == whole and whole.startswith(cut) and len(cut) < len(whole)
