@@ -35,7 +35,7 @@ _SECONDS = 600  # of a client
 
 
 class Model:
-    """What the server must answer, by ``LLM``."""
+    """The answers that the server must give, by ``LLM``."""
 
     def __init__(self):
         self._llm = jspec.LLM(str(_TARGET), dtype="float32", max_num_seqs=4, max_model_len=512)
@@ -77,8 +77,8 @@ class Run:
         )
         if ran.returncode:
             what = words[0] if words else "its program"
-            said = (ran.stderr.strip() or ran.stdout.strip())[-800:]
-            raise RuntimeError(f"{what} ended with {ran.returncode}: ...{said}")
+            message = (ran.stderr.strip() or ran.stdout.strip())[-800:]
+            raise RuntimeError(f"{what} ended with {ran.returncode}: ...{message}")
         return ran.stdout
 
     def metrics(self) -> dict[str, float]:
@@ -212,8 +212,8 @@ main()
     grown = {name: value - before.get(name, 0) for name, value in run.metrics().items()}
     drafts = grown["vllm:spec_decode_num_drafts_total"]
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
-    found = re.findall(r"(Acceptance length|Failed requests|Successful requests):\s+(\S+)", printed)
-    report = {name: float(value) for name, value in found}
+    pairs = re.findall(r"(Acceptance length|Failed requests|Successful requests):\s+(\S+)", printed)
+    report = {name: float(value) for name, value in pairs}
     _check(report["Successful requests"] == 16, f"it reports {report}")
     length = 1 + accepted / drafts
     is_ours = math.isclose(report["Acceptance length"], length, abs_tol=0.02)
@@ -249,10 +249,11 @@ def main() -> None:
         flags = ["--served-model-name", "demo", "--chat-template", str(template)]
         url, _ = stack.enter_context(serve_load.server(str(_TARGET), 4, *flags))
         for name, python in given.items():
-            place = Path(folder, name)
-            place.mkdir()
+            directory = Path(folder, name)
+            directory.mkdir()
             try:
-                print(f"{name}: {CLIENTS[name](Run(os.path.abspath(python), url, model, place))}")
+                run = Run(os.path.abspath(python), url, model, directory)
+                print(f"{name}: {CLIENTS[name](run)}")
             except Exception as error:
                 failed.append(name)
                 print(f"{name} FAILED: {error}")

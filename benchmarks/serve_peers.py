@@ -141,10 +141,10 @@ def commands(
 ) -> dict[str, tuple[list[str], dict]]:
     """Return the command and the environment of each server with one ``config`` of drafts."""
     drafts = [] if config is None else ["--speculative-config", json.dumps(config)]
-    found = {"jspec": ([sys.executable, "-m", "jspec", "serve", model, *drafts], {})}
+    started = {"jspec": ([sys.executable, "-m", "jspec", "serve", model, *drafts], {})}
     for threads in (1, 2) if vllm else ():
         theirs = [vllm, "-c", _VLLM, "serve", str(folder), *drafts]
-        found[f"vllm, {threads} threads"] = (
+        started[f"vllm, {threads} threads"] = (
             theirs,
             {
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -153,19 +153,19 @@ def commands(
                 "OMP_NUM_THREADS": str(threads),
             },
         )
-    return found
+    return started
 
 
 def measure(
     options: argparse.Namespace, folder: Path, config: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Start the servers of one ``config``; return medians by users and server."""
-    found = commands(options.model, folder / "model", options.vllm, config)
+    started = commands(options.model, folder / "model", options.vllm, config)
     questions = [each.turns[0] for each in asked([options.questions], options.num_questions)]
     servers: dict[str, Server] = {}
     samples: dict[int, dict[str, list[dict[str, float]]]] = {}
     try:
-        for name, (command, more) in found.items():
+        for name, (command, more) in started.items():
             servers[name] = Server(command, more, folder / f"{len(servers)}.log")
             servers[name].wait_until_ready()
             asyncio.run(load(servers[name].url, questions[:2], 2, options.max_tokens))

@@ -89,6 +89,14 @@ def test_a_bad_conversation_is_refused(http, changes, status, words):
     assert words in message
 
 
+def test_a_chat_without_a_template_has_a_remedy_and_no_path(llm, http, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    message, param = error_of(http.post("/v1/chat/completions", json=CHAT), 400)
+    assert "has no chat template; send a prompt to /v1/completions" in message
+    assert param == "messages" and str(tokenizer.name_or_path) not in message
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
