@@ -158,7 +158,8 @@ class AsyncLLM:
 
         Programs are those for prompts of all lengths, and for all numeric settings of sampling.
         What only few use is compiled when it is asked for: grammars, scores, lists of token ids.
-        From now on a request that needs a program waits for it, and the others go on.
+        From now on a request that needs a program waits for it, and the others go on. With weights
+        on several devices, prompts of other lengths compile when they come.
 
         Args:
           on_progress: called with the number of programs that are done, and of all.
@@ -184,7 +185,12 @@ class AsyncLLM:
 
         Requests that need it meanwhile wait for it, and the others go on. Smaller grammars share
         the programs of one that was prepared.
+
+        Raises:
+          RuntimeError: ``warm_up`` was not called.
         """
+        if self._programs is None:
+            raise RuntimeError("prepare follows warm_up; call warm_up first.")
 
         def compile() -> None:
             prompt = {"prompt_token_ids": [0]}

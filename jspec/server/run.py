@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import uvicorn
@@ -100,7 +101,8 @@ def serve(
 
     def begin(url: str) -> None:
         on_ready(url)
-        served.prepare(SamplingParams(structured_outputs={"json": _TYPICAL_SCHEMA}))
+        typical = SamplingParams(structured_outputs={"json": _TYPICAL_SCHEMA})
+        served.prepare(typical).add_done_callback(_tell_failure)
 
     try:
         _Uvicorn(api, api.server, network, begin).run([bound])
@@ -150,6 +152,12 @@ def answer_batch(
         output.close()
     output.finish()
     return num_failed
+
+
+def _tell_failure(prepared: Future[None]) -> None:
+    if not prepared.cancelled() and prepared.exception() is not None:
+        reason = type(prepared.exception()).__name__  # its text may name files
+        _log.warning("what JSON schemas need was not compiled: %s", reason)
 
 
 class Protocol(H11Protocol):

@@ -293,7 +293,9 @@ def test_what_is_prepared_is_there_for_requests_and_changes_no_text(llm, compili
     assert texts(output.outputs) == texts(other.generate("x", given)[0].outputs)
 
 
-def test_settings_out_of_range_are_refused(llm):
+def test_settings_out_of_range_are_refused(llm, served):
+    with pytest.raises(RuntimeError, match="call warm_up first"):
+        served.prepare(jspec.SamplingParams())
     with pytest.raises(ValueError, match="launch_seconds=0"):
         AsyncLLM(llm, launch_seconds=0)
     with pytest.raises(ValueError, match="max_num_queued=0"):
