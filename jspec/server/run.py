@@ -102,7 +102,13 @@ def serve(
     def begin(url: str) -> None:
         on_ready(url)
         typical = SamplingParams(structured_outputs={"json": _TYPICAL_SCHEMA})
-        served.prepare(typical).add_done_callback(_tell_failure)
+        served.prepare(typical).add_done_callback(tell_failure)
+
+    def tell_failure(prepared: Future[None]) -> None:
+        if api.server.is_draining or prepared.cancelled() or prepared.exception() is None:
+            return
+        reason = type(prepared.exception()).__name__  # its text may name files
+        _log.warning("what JSON schemas need was not compiled: %s", reason)
 
     try:
         _Uvicorn(api, api.server, network, begin).run([bound])
@@ -152,12 +158,6 @@ def answer_batch(
         output.close()
     output.finish()
     return num_failed
-
-
-def _tell_failure(prepared: Future[None]) -> None:
-    if not prepared.cancelled() and prepared.exception() is not None:
-        reason = type(prepared.exception()).__name__  # its text may name files
-        _log.warning("what JSON schemas need was not compiled: %s", reason)
 
 
 class Protocol(H11Protocol):
