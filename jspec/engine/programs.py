@@ -30,10 +30,10 @@ Lowering = Callable[[], jax.stages.Lowered]
 
 
 class Programs:
-    """Finds the programs that an engine lacks for a sequence.
+    """Compiles the programs that an engine lacks for a sequence.
 
-    It finds none if weights are on several devices: how these share a state is known only once the
-    state is there.
+    With weights on several devices it compiles none: how these share a state is known only once
+    the state is there.
     """
 
     def __init__(self, engine: Engine):
