@@ -21,9 +21,11 @@ from rich.table import Table
 import jspec
 from jspec.api import config
 from jspec.api.build import Build, build_plan
+from jspec.core.types import Params
 from jspec.engine import loading
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
+from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
 
@@ -32,27 +34,31 @@ _METHODS = {"none": None, "ngram": {"method": "ngram", "num_speculative_tokens":
 _SIZES = (0, 64, 128)  # tokens of a page; 0 is contiguous
 
 
-def engine_of(made: Build, slots: int, capacity: int, size: int, shares: bool = False) -> Engine:
+def engine_of(
+    plan: Plan, params: Params, slots: int, capacity: int, size: int, shares: bool = False
+) -> Engine:
     """Return an engine with pages of ``size`` tokens, as many as its slots can fill."""
     pool = None
     if size:
         count = slots * -(-capacity // size) + 1
         options = dict(num_pages=count, page_size=size, enable_prefix_caching=shares)
-        pool = Pool(made.plan, made.params, **options)
+        pool = Pool(plan, params, **options)
     options = dict(num_slots=slots, capacity=capacity, pool=pool)
-    return Engine(made.plan, made.params, **options)
+    return Engine(plan, params, **options)
 
 
-def prompts(count: int, length: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Return random prompts."""
-    drawn = np.random.default_rng(seed).integers(100, 4000, (count, length))
+def prompts(count: int, length: int, seed: int = 0, most: int = 4000) -> list[tuple[int, ...]]:
+    """Return random prompts of token ids below ``most``."""
+    drawn = np.random.default_rng(seed).integers(100, most, (count, length))
     return [tuple(row) for row in drawn.tolist()]
 
 
 def rounds(made: Build, slots: int, length: int, tokens: int, repeats: int) -> list[dict]:
     """Return the milliseconds of a round for each size of pages."""
     work = [SequenceParams(each, tokens) for each in prompts(slots, length)]
-    engines = {size: engine_of(made, slots, length + tokens, size) for size in _SIZES}
+    engines = {
+        size: engine_of(made.plan, made.params, slots, length + tokens, size) for size in _SIZES
+    }
     seconds: dict[int, list[float]] = {size: [] for size in _SIZES}
     for turn in range(repeats + 1):
         for size, engine in engines.items():
@@ -78,7 +84,7 @@ def rounds(made: Build, slots: int, length: int, tokens: int, repeats: int) -> l
 
 def first_tokens(made: Build, length: int, repeats: int) -> dict:
     """Return the seconds to the first token of new prompts and of cached ones."""
-    engine = engine_of(made, 2 * repeats + 4, length + 1, 64, shares=True)
+    engine = engine_of(made.plan, made.params, 2 * repeats + 4, length + 1, 64, shares=True)
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     for seed in range(repeats + 1):
         for name in seconds:
