@@ -17,7 +17,7 @@ from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.budget import Budget
-from jspec.engine.loop import DecodeState, init_shared, launch
+from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.pages import page_layers
 from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile
@@ -30,6 +30,7 @@ from jspec.verify import RULES
 from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # of the loops
+CHUNK = 256  # tokens of a prefill
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
 PAGES, PAGE_SIZE = BATCH * 17 + 3, 64  # no array but a pool has as many pages
 PAGED = ("draft_model", "eagle3, drawn tree", "static tree")
@@ -135,9 +136,17 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         programs_by_name[name] = Program(
             functools.partial(loop, plan), _cache_shapes(plan, num_devices)
         )
+    pools = lambda plan: tuple(
+        (PAGES, shape[1], PAGE_SIZE, shape[3]) for shape in _cache_shapes(plan, 1)
+    )
     for name, plan in paged.items():
-        shapes = tuple((PAGES, shape[1], PAGE_SIZE, shape[3]) for shape in _cache_shapes(plan, 1))
-        programs_by_name[name] = Program(functools.partial(loop, plan, pages=True), shapes)
+        programs_by_name[name] = Program(functools.partial(loop, plan, pages=True), pools(plan))
+    if num_devices == 1:
+        plan = plans(None)["draft_model"]
+        prompts = {"": _cache_shapes(plan, 1), ", pages": pools(plan)}
+        for name, shapes in prompts.items():
+            program = functools.partial(prompt, plan, pages=bool(name))
+            programs_by_name[f"prefill, draft_model{name}"] = Program(program, shapes)
     return programs_by_name
 
 
@@ -205,18 +214,23 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     }
 
 
+def prompt(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
+    """Trace a prefill of a chunk of ``CHUNK`` tokens, over contiguous caches or pages."""
+    params, request = _params(plan), jax.eval_shape(_request)
+    state = jax.eval_shape(functools.partial(_state, plan), params, request)
+    table = None
+    if pages:
+        table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
+        state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
+    column = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    chunk = jax.ShapeDtypeStruct((BATCH, CHUNK + 1), jnp.int32)
+    given = put((state.replace(history=None), chunk, column, column))
+    return prefill.trace(plan, put(params, weights=True), *given, None, put(table))
+
+
 def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     """Trace a launch of the loop of a plan, sampled, over contiguous caches or pages."""
-    narrow = dict(dtype=jnp.bfloat16)
-    networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
-    init = networks[type(_network_of(plan))].init_params
-    key = jax.random.key(0)
-    params = jax.eval_shape(
-        lambda: Params(
-            decoder.init_params(key, plan.target.config, **narrow),
-            init(key, _network_of(plan).config, **narrow),
-        )
-    )
+    params = _params(plan)
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
     state = jax.eval_shape(functools.partial(_state, plan), params, request)
     rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
@@ -230,6 +244,19 @@ def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
         rest = (*rest, jax.eval_shape(functools.partial(_budget, plan.at_length(length))))
         plan = plan.at_length(length)
     return launch.trace(plan, Profile(), weights, *map(put, rest))
+
+
+def _params(plan: Plan) -> Params:
+    """Return the shapes of the weights."""
+    narrow, key = dict(dtype=jnp.bfloat16), jax.random.key(0)
+    networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
+    init = networks[type(_network_of(plan))].init_params
+    return jax.eval_shape(
+        lambda: Params(
+            decoder.init_params(key, plan.target.config, **narrow),
+            init(key, _network_of(plan).config, **narrow),
+        )
+    )
 
 
 def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:

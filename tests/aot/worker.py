@@ -20,7 +20,7 @@ def main(name: str, chips: str, beginning: str = "") -> None:
         if not title.startswith(beginning):
             continue
         begun = time.perf_counter()
-        batch = programs.BATCH if title.startswith("decode") else programs.KERNEL_BATCH
+        batch = programs.BATCH if title.startswith(("decode", "prefill")) else programs.KERNEL_BATCH
         line = {"program": title}
         try:
             traced = program.trace(programs.placing(devices, batch))
