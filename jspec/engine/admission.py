@@ -18,6 +18,8 @@ from jspec.engine.plan import Plan
 from jspec.util.buckets import bucket
 
 PREFILL_CHUNK = 512  # tokens of a prompt per launch: bounds the memory of a prefill
+_WHOLE_CHUNK = 128  # a chunk up to which padding costs less than another pass
+_PASS_TOKENS = 64  # that take about as long as the reading of the weights
 _SCORED_CHUNK = 32  # the same where prompts are scored, which needs logits [B, C, V]
 _TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
 
@@ -40,7 +42,6 @@ class Intake:
     prompts: np.ndarray  # int32 [B, S]
     lengths: np.ndarray  # int32 [B]
     num_prefilled: np.ndarray  # int32 [B], tokens that the caches hold
-    width: int  # tokens of a chunk
     scoring: Scoring | None = None  # of the prompts; None for no scores
     table: np.ndarray | None = None  # int32 [B, M], pages of the caches; None without pages
     scores: list[Logprobs] = dataclasses.field(default_factory=list)
@@ -52,7 +53,8 @@ class Intake:
 
     def advance(self, plan: Plan, params: Params, pool: Pool | None = None) -> None:
         """Prefill one chunk of every prompt; ``pool`` has the pages of the table."""
-        begin, width = self.num_prefilled, self.width
+        begin = self.num_prefilled
+        width = chunk_width(int((self.lengths - begin).max()), self.scoring)
         index = begin[:, None] + np.arange(width + 1)
         chunk = np.take_along_axis(self.prompts, np.minimum(index, self.prompts.shape[1] - 1), 1)
         valid = np.clip(self.lengths - 1 - begin, 0, width).astype(np.int32)
@@ -107,20 +109,33 @@ def begin(
     history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
     request, state = allocate(plan, params, request, streams, history, done, cached)
     begun = np.zeros(batch, np.int32) if cached is None else cached
-    width = chunk_width(lengths - begun, scoring)
-    return Intake(request, state, tokens, lengths, begun, width, scoring, table)
+    return Intake(request, state, tokens, lengths, begun, scoring, table)
 
 
-def chunk_width(lengths: np.ndarray, scoring: Scoring | None = None) -> int:
-    """Return the tokens of a chunk for prompts of ``lengths``: one of few, each is a program."""
+def chunk_width(length: int, scoring: Scoring | None = None) -> int:
+    """Return the tokens of the next chunk of a prompt with ``length`` tokens left.
+
+    It is one of few, since each is a program. Two chunks replace a long one that would be padding
+    by a quarter or more.
+    """
     most = PREFILL_CHUNK if scoring is None else _SCORED_CHUNK
-    return min(bucket(int(lengths.max()) - 1, smallest=16), most)
+    width = min(bucket(length - 1, smallest=16), most)
+    return width // 2 if width > _WHOLE_CHUNK and 4 * (length - 1) <= 3 * width else width
+
+
+def prefill_cost(length: int, rows: int = 1) -> int:
+    """Return the cost of prefilling ``rows`` prompts of ``length`` tokens together, in tokens."""
+    cost = 0
+    while length > 1:
+        width = chunk_width(length)
+        cost, length = cost + rows * width + _PASS_TOKENS, length - width
+    return cost
 
 
 def chunk_widths(longest: int, scoring: Scoring | None = None) -> list[int]:
     """Return the chunk widths of all prompts of up to ``longest`` tokens."""
     lengths = [*(1 << power for power in range(longest.bit_length())), longest]
-    return sorted({chunk_width(np.array([length]), scoring) for length in lengths})
+    return sorted({chunk_width(length, scoring) for length in lengths})
 
 
 @functools.partial(jax.jit, static_argnames="plan")

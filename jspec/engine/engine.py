@@ -54,6 +54,7 @@ _PATIENCE = 64  # steps without pages, before other engines of the pool must giv
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
+_PADDING = 512  # tokens: reading fewer takes less time than compiling programs for one prompt
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
 Listener = Callable[[Answer], bool]
@@ -134,8 +135,9 @@ class Engine:
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
       on_launch: called with every launch that was read, as NumPy arrays.
-      joins_together: whether an idle engine prefills many prompts in one program, padded to the
-        longest. Without it there are fewer programs.
+      joins_together: whether an idle engine prefills all prompts that it has slots for before the
+        first launch: in one program, padded to the longest, unless that takes longer. Without it
+        the first text comes sooner, and there are fewer programs.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -176,6 +178,7 @@ class Engine:
         is_adaptive = isinstance(plan.drafter, Adaptive)
         self._pacing = Pacing(plan, num_slots) if is_adaptive else None
         self._is_alone = True  # whether launches alone ran since the last one
+        self._is_filling = False  # whether prompts go before the first launch
         self._last_end: float | None = None  # of a launch, if it was seen to end
         self._request: Request | None = None
         self._state: DecodeState | None = None
@@ -361,7 +364,7 @@ class Engine:
             else:
                 self._is_alone = False
                 self._staged.intake.advance(self.plan, self.params, self.pool)
-                if any(self._slots):
+                if any(self._slots) and not self._is_filling:
                     break
 
     @property
@@ -389,9 +392,9 @@ class Engine:
         """
         is_empty = not any(self._slots)
         if is_empty:
+            self._is_filling = self.joins_together
             self._grammars, self.profile = (), self._profile_of_waiting()
-        together = is_empty and self.joins_together and 2 * len(self._waiting) > self.num_slots
-        together &= not any(ticket.is_suspect for ticket in self._waiting)
+        together = is_empty and self._pays_together(heapq.nsmallest(self.num_slots, self._waiting))
         size, tickets = self.num_slots if together else 1, []
         cached = np.zeros(size, np.int32)
         while len(tickets) < size and self._has_waiting():
@@ -406,6 +409,15 @@ class Engine:
         if tickets:
             self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))
         return bool(tickets)
+
+    def _pays_together(self, tickets: Sequence[Ticket]) -> bool:
+        """Return whether to prefill all in one program, padded to the longest."""
+        are_few = 2 * len(tickets) <= self.num_slots
+        if not self.joins_together or are_few or any(each.is_suspect for each in self._waiting):
+            return False
+        lengths = [len(ticket.text) for ticket in tickets]
+        alone = sum(map(admission.prefill_cost, lengths))
+        return admission.prefill_cost(max(lengths), self.num_slots) <= alone + _PADDING
 
     def _profile_of_waiting(self) -> Profile:
         """Return the profile with the functions of those who wait, or of a suspect alone.
@@ -571,7 +583,7 @@ class Engine:
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         begin = time.perf_counter() if self._is_alone else None
         self._unread.append(_Dispatched(ran, [*self._slots], most_tokens, pace, begin))
-        self._is_alone = True
+        self._is_alone, self._is_filling = True, False
 
     @property
     def _follows(self) -> bool:

@@ -8,7 +8,9 @@ import pytest
 
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
+from jspec.engine import admission
 from jspec.engine import batch as host
+from jspec.engine import engine as engine_module
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
@@ -87,6 +89,24 @@ def test_a_long_prompt_does_not_hold_up_those_who_run():
         seen.append(first.answer.rounds)
     assert len(seen) > 3 and all(np.diff(seen) > 0)
     assert texts([engine.run([short])[0]]) == texts(alone(plan, [short]))
+
+
+@pytest.mark.parametrize("padding", [0, 10_000])
+def test_slots_of_an_idle_engine_are_filled_before_the_first_round(padding, monkeypatch):
+    monkeypatch.setattr(engine_module, "_PADDING", padding)  # one by one, and together
+    lengths = (100, 3, 100, 3)
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    sequences = [host.SequenceParams(prompt, max_tokens=12) for prompt in tiny.prompts(lengths)]
+    launches = []
+    engine = engine_of(plan, num_slots=4, on_launch=launches.append)
+    assert texts(engine.run(sequences)) == texts(alone(plan, sequences))
+    assert sum(int(launch.rounds) for launch in launches) == 12
+
+
+def test_prompts_are_read_together_unless_padding_takes_longer():
+    cost = admission.prefill_cost
+    assert cost(65, rows=8) < 8 * cost(65)
+    assert cost(700, rows=8) > 2 * cost(700) + 6 * cost(50)
 
 
 def test_jobs_start_by_priority_and_then_by_arrival():

@@ -332,6 +332,30 @@ def test_a_long_prompt_is_prefilled_in_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("length", "widths"),
+    [
+        (2, [16]),
+        (64, [64]),
+        (130, [128, 16]),
+        (193, [128, 64]),
+        (200, [256]),
+        (257, [256]),
+        (300, [256, 64]),
+        (500, [512]),
+        (790, [512, 256, 32]),
+        (1400, [512, 512, 256, 128]),
+    ],
+)
+def test_a_prompt_is_read_in_chunks_with_little_padding(length, widths):
+    chunks = []
+    while length > 1:
+        chunks.append(admission.chunk_width(length))
+        length -= chunks[-1]
+    assert chunks == widths
+    assert set(chunks) <= set(admission.chunk_widths(1401))
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (dict(prompt=()), "prompt is empty"),
