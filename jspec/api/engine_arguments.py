@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[tuple, str]] = {
     "distributed_executor_backend": (_NONE, "there is one process"),
     "enable_chunked_prefill": ((None, True, False), "it is True or False, without an effect"),
     "max_num_batched_tokens": (_NONE, "max_num_seqs limits a batch"),
-    "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the activations"),
+    "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the weights"),
     "swap_space": ((None, 0, 4), "nothing is swapped"),
     "cpu_offload_gb": ((None, 0), "nothing is offloaded"),
     "revision": (_NONE, "fetch that revision and give its directory"),

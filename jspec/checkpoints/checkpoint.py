@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer, model_files
@@ -81,7 +80,7 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     model_files.check_fit(directory, entries, tensors, ignored, wrong)
     stored = tensors[EMBEDDING].dtype
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
-    arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
+    arrays = [entry.read(tensors, dtype) for entry in entries]
     return model_files.with_precision(config, dtype), assemble(entries, arrays), raw
 
 

@@ -3,6 +3,7 @@
 import os
 
 import jax
+import jax.numpy as jnp
 
 from jspec.core.types import Params
 from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes
@@ -23,6 +24,16 @@ def check(settings: dict[str, int | float | None]) -> None:
         if value is not None and not holds:
             words = "a number from 0 to 1" if is_share else "a whole number of at least 1"
             raise ValueError(f"{name}={shown(value)} must be {words}.")
+
+
+def dtype_of_pages(params: Params) -> jnp.dtype | None:
+    """Return the dtype of keys and values in pages; None for that of the caches.
+
+    A CPU computes in float32, but its pages are bfloat16 if most of the target's weights are.
+    """
+    largest = max(jax.tree.leaves(params.target), key=lambda leaf: leaf.size, default=None)
+    is_narrow = largest is not None and largest.dtype == jnp.bfloat16
+    return jnp.dtype(jnp.bfloat16) if is_narrow else None
 
 
 def pool_of(
@@ -55,8 +66,9 @@ def pool_of(
     Raises:
       ValueError: the bytes do not suffice for one page.
     """
-    each = page_bytes(plan, params, block_size)
-    options = dict(page_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    dtype = dtype_of_pages(params)
+    each = page_bytes(plan, params, block_size, dtype)
+    options = dict(page_size=block_size, enable_prefix_caching=enable_prefix_caching, dtype=dtype)
     if num_gpu_blocks_override is not None:
         return Pool(plan, params, num_pages=num_gpu_blocks_override + 1, **options)
     name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes

@@ -169,6 +169,7 @@ class Pool:
       page_size: tokens of a page.
       most: pages that the pool may grow to, by doubling, when they run out; None for ``num_pages``.
       enable_prefix_caching: whether sequences that begin alike share pages.
+      dtype: of keys and values in pages; None for that of the caches.
 
     Raises:
       ValueError: a number is out of range, or the target or the drafter reads no pages.
@@ -183,12 +184,13 @@ class Pool:
         page_size: int = PAGE_SIZE,
         most: int | None = None,
         enable_prefix_caching: bool = True,
+        dtype: jnp.dtype | None = None,
     ):
         check(plan)
         for name, value, least in (("page_size", page_size, 1), ("num_pages", num_pages, 2)):
             if not is_whole(value, least):
                 raise ValueError(f"{name}={shown(value)} must be whole and at least {least}.")
-        caches = _caches_of_page(plan, params, page_size)
+        caches = _caches_of_page(plan, params, page_size, dtype)
         self._like = tuple(cache.layers for cache in caches)
         self._in_bits = jax.default_backend() == "cpu"
         self.buffers = self._allocate(num_pages)
@@ -382,22 +384,29 @@ def check(plan: Plan) -> None:
         )
 
 
-def page_layers(plan: Plan, params: Params, size: int) -> tuple[Any, ...]:
+def page_layers(
+    plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None
+) -> tuple[Any, ...]:
     """Return the shapes of one page in each cache of target and drafter."""
-    return tuple(cache.layers for cache in _caches_of_page(plan, params, size))
+    return tuple(cache.layers for cache in _caches_of_page(plan, params, size, dtype))
 
 
-def _caches_of_page(plan: Plan, params: Params, size: int) -> list[kv_cache.KVCache]:
+def _caches_of_page(
+    plan: Plan, params: Params, size: int, dtype: jnp.dtype | None
+) -> list[kv_cache.KVCache]:
     request, _ = request_of([None], Profile(), plan.target.vocab_size)
     caches = lambda: kv_cache.caches_of(
         (plan.target.init_cache(1, size), plan.drafter.init(params, request, size))
     )
-    return jax.eval_shape(caches)
+    stored = lambda like: jax.ShapeDtypeStruct(like.shape, dtype or like.dtype)
+    return [
+        cache.replace(layers=jax.tree.map(stored, cache.layers)) for cache in jax.eval_shape(caches)
+    ]
 
 
-def page_bytes(plan: Plan, params: Params, size: int) -> int:
+def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None) -> int:
     """Return the bytes of one page in all caches."""
-    leaves = jax.tree.leaves(page_layers(plan, params, size))
+    leaves = jax.tree.leaves(page_layers(plan, params, size, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 

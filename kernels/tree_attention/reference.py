@@ -23,12 +23,17 @@ WHOLE_BYTES, GROUP_BYTES, LEAST_GROUP = 2**24, 2**22, 2
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
+# A CPU multiplies few queries fastest in float32, and widens a page while it copies it. For many
+# it multiplies in bfloat16. Long prompts are cut into parts: none attends to the parts after it.
+FEW_NODES, PART_NODES, MOST_PARTS = 64, 128, 4
+# Slots of pages at a time for many nodes, whose scores then fill vectors.
+MANY_NODES_SLOTS = 256
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
 
 
 # Traced once for all layers of a network, and inlined into their program.
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block", "parts"))
 def tree_attention(
     q: Array,
     tree_k: Array,
@@ -44,11 +49,13 @@ def tree_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     block: int | None = None,
+    parts: int = 1,
 ) -> Array:
     """Attend to ``[prefix, tree]``, with a softmax in float32.
 
     Keys and values of a narrow dtype are never widened in memory. Queries and weights are rounded
-    to that dtype instead, and their products accumulate in float32.
+    to that dtype instead, and their products accumulate in float32. Pages of bits are an exception:
+    for at most ``FEW_NODES`` queries they are widened, a page at a time, and nothing is rounded.
 
     Args:
       q: queries [B, H, N, D].
@@ -67,6 +74,7 @@ def tree_attention(
         apply the window to the tree.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
       block: slots of the prefix at a time; None for the best choice on a CPU, which is one page.
+      parts: of the nodes, a divisor of N = M. With several, no node may see a later one.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -74,29 +82,32 @@ def tree_attention(
     batch, heads, nodes, dim = q.shape
     kv_heads = tree_k.shape[1]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    widens = table is not None and cache_k.dtype == jnp.uint16 and nodes <= FEW_NODES
+    if widens:
+        tree_k, tree_v = tree_k.astype(dtype), tree_v.astype(dtype)
     # Query heads of one group become rows of one matmul: [B, Hkv, G*N, D].
     rows = (q.astype(dtype) * scale).reshape(batch, kv_heads, heads // kv_heads * nodes, dim)
 
     def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, G*N, M]
         return jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
 
-    def scores_of(keys: Array, mask: Array) -> Array:
+    def scores_of(rows: Array, keys: Array, mask: Array) -> Array:
         scores = dot("bhrd,bhsd->bhrs", rows, keys)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         return jnp.where(mask, scores, MASKED)
 
-    scores = scores_of(tree_k, spread(unpack(ancestors, tree_k.shape[2])))
-    peak = scores.max(-1)
-    weights = jnp.exp(scores - peak[..., None])
-    carry = (peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, tree_v))
+    mask = unpack(ancestors, tree_k.shape[2])
+    carry = _in_parts(scores_of, rows, tree_k, tree_v, mask, parts)
+    scores_of = functools.partial(scores_of, rows)
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
         if table is None:
             carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
         else:
             pools = cache_k, cache_v, table
-            carry = _stream_pages(scores_of, pools, visible, spread, carry, block)
+            block = block or (1 if nodes <= FEW_NODES else MANY_NODES_SLOTS)
+            carry = _stream_pages(scores_of, pools, visible, spread, carry, block, widens)
     _, total, mixed = carry
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
 
@@ -114,6 +125,12 @@ def cpu_group(keys: Array) -> int:
     while size % 2 == 0 and size > LEAST_GROUP and size * each > GROUP_BYTES:
         size //= 2
     return size
+
+
+def cpu_parts(nodes: int, keys: int) -> int:
+    """Return the parts of the nodes of a prompt."""
+    parts = min(nodes // PART_NODES, MOST_PARTS) if nodes == keys else 1
+    return parts if parts > 1 and nodes % parts == 0 else 1
 
 
 def accelerator_block(slots: int, rows: int) -> int:
@@ -135,6 +152,39 @@ def dot(equation: str, rows: Array, stored: Array) -> Array:
     precision = lax.Precision.HIGHEST if stored.dtype == jnp.float32 else None
     options = dict(precision=precision, preferred_element_type=rows.dtype)
     return jnp.einsum(equation, rows.astype(stored.dtype), stored, **options)
+
+
+def _begin(scores: Array, values: Array):
+    """Return the running softmax of scores [B, Hkv, R, S] over values [B, Hkv, S, D]."""
+    peak = scores.max(-1)
+    weights = jnp.exp(scores - peak[..., None])
+    return peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, values)
+
+
+def _in_parts(scores_of, rows, tree_k, tree_v, mask, parts):
+    """Return the running softmax of all nodes, each part of them over the keys up to its end.
+
+    ``rows`` are [B, Hkv, G * N, D] and ``mask`` is [B, N, M].
+    """
+    batch, kv_heads, count, dim = rows.shape
+    nodes, keys = mask.shape[1:]
+    groups, size = count // nodes, nodes // parts
+    rows = rows.reshape(batch, kv_heads, groups, nodes, dim)
+    carries = []
+    for part in range(1, parts + 1):
+        mine, last = slice((part - 1) * size, part * size), part * keys // parts
+        seen = jnp.tile(mask[:, mine, :last], (1, groups, 1))[:, None]
+        queries = rows[:, :, :, mine].reshape(batch, kv_heads, -1, dim)
+        carries.append(_begin(scores_of(queries, tree_k[:, :, :last], seen), tree_v[:, :, :last]))
+    if parts == 1:
+        return carries[0]
+
+    def joined(*each: Array) -> Array:
+        rest = each[0].shape[3:]
+        split = [x.reshape(batch, kv_heads, groups, size, *rest) for x in each]
+        return jnp.concatenate(split, axis=3).reshape(batch, kv_heads, count, *rest)
+
+    return jax.tree.map(joined, *carries)
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
@@ -166,12 +216,12 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
     return lax.cond(end - first > int(WHOLE_SHARE * slots), whole, in_blocks, carry)
 
 
-def _stream_pages(scores_of, pools, visible, spread, carry, block):
+def _stream_pages(scores_of, pools, visible, spread, carry, block, widens):
     """Add the pages of all rows to a running softmax, ``block`` slots of each row at a time."""
     pool_k, pool_v, table = pools
     first, end, mask_of = visible
     page, most = pool_k.shape[2], table.shape[1]
-    count = max(1, min((block or page) // page, most))
+    count = max(1, min(block // page, most))
     turns = -(-most // count)
     table = jnp.pad(table, ((0, 0), (0, turns * count - most)))
 
@@ -179,22 +229,26 @@ def _stream_pages(scores_of, pools, visible, spread, carry, block):
         ids = lax.dynamic_slice_in_dim(table, index * count, count, axis=1)
         mask = mask_of(index * count * page + jnp.arange(count * page))
         mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
-        return _join(scores_of, *(_pages(pool, ids) for pool in (pool_k, pool_v)), mask, carry)
+        keys, values = (_pages(pool, ids, widens) for pool in (pool_k, pool_v))
+        return _join(scores_of, keys, values, mask, carry)
 
     if turns == 1:
         return step(0, carry)
     return lax.fori_loop(first // (count * page), -(-end // (count * page)), step, carry)
 
 
-def _pages(pool: Array, ids: Array) -> Array:
+def _pages(pool: Array, ids: Array, widens: bool) -> Array:
     """Return pages ``ids`` [B, n] side by side, [B, Hkv, n * page, D]."""
     if ids.shape[1] == 1:
         stored = pool[ids[:, 0]]
     else:
         stored = jnp.moveaxis(pool[ids], 1, 2)
         stored = stored.reshape(*stored.shape[:2], -1, stored.shape[-1])
-    is_bits = stored.dtype == jnp.uint16
-    return lax.bitcast_convert_type(stored, jnp.bfloat16) if is_bits else stored
+    if stored.dtype != jnp.uint16:
+        return stored
+    if widens:
+        return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
+    return lax.bitcast_convert_type(stored, jnp.bfloat16)
 
 
 def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jspec
+from jspec import ops
 from jspec.checkpoints import checkpoint, model_files, safetensors_files
 from jspec.models.decoder import DecoderConfig, init_params
 
@@ -45,6 +46,9 @@ def saved(tmp_path, params):
 
 
 def assert_same(params, expected, dtype="float32"):
+    is_stored = lambda x: isinstance(x, ops.Transposed)
+    plain = lambda x: x.stored.T if is_stored(x) else x
+    params = jax.tree.map(plain, params, is_leaf=is_stored)
     cast = jax.tree.map(lambda x: x.astype(dtype), expected)
     assert jax.tree.structure(params) == jax.tree.structure(cast)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(cast), strict=True):
@@ -98,6 +102,18 @@ def test_without_a_dtype_in_config_json_the_files_dtype_is_used(saved, params):
     checkpoint.save_pretrained(saved, CONFIG, params, dtype="float16")
     edit_json(saved / "config.json", dtype=None, torch_dtype=None)
     assert checkpoint.load_pretrained(saved)[1].norm.dtype == jnp.float16
+
+
+def test_a_cpu_holds_the_bfloat16_matrices_of_blocks_as_the_file_does(tmp_path, params):
+    checkpoint.save_pretrained(tmp_path / "first", CONFIG, params, dtype="bfloat16")
+    config, loaded, _ = checkpoint.load_pretrained(tmp_path / "first")
+    layer = loaded.layers[0]
+    for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        assert isinstance(matrix, ops.Transposed) and matrix.stored.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(layer.down.stored.T, params.layers[0].down.astype(jnp.bfloat16))
+    checkpoint.save_pretrained(tmp_path / "second", config, loaded)
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert second.read_bytes() == first.read_bytes()
 
 
 def test_caches_and_activations_are_float32_on_cpu_and_narrow_elsewhere(saved, monkeypatch):

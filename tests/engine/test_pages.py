@@ -14,14 +14,17 @@ from jspec.core import kv_cache
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.drafters import DraftModel
+from jspec.engine import admission, memory, pages
 from jspec.engine import batch as host
-from jspec.engine import memory, pages
 from jspec.engine.engine import Engine
+from jspec.engine.loop import prefill
 from jspec.engine.pages import Holding, PageTable, Pool
 from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile, request_of
 from jspec.grammar import automata
 from jspec.models import decoder
 from tests import fakes, tiny
+from tests.aot import figures
 from tests.plain_processors import Spelling
 from tests.test_conformance import DRAFTERS
 
@@ -502,6 +505,36 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     assert not jax.tree.leaves(cache.layers)[0][0].any()  # the page of nobody
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_a_prefill_writes_its_pages_without_copying_the_pool(dtype):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    pool = Pool(plan, params, num_pages=23, page_size=16, dtype=dtype)
+    table = jnp.arange(1, 5)[None]
+    request, streams = request_of([None], Profile(), tiny.VOCAB)
+    begun = admission.begin(plan, params, request, streams, [], 64, None, np.zeros(1, int), table)
+    state, one = begun.state.replace(history=None), jnp.zeros(1, jnp.int32)
+    given = pool.lend(state), jnp.zeros((1, 33), jnp.int32), one, one, None, table
+    compiled = prefill.lower(plan, params, *given).compile()
+    shapes = tuple({leaf.shape for leaf in jax.tree.leaves(pool.buffers)})
+    read = figures.read(compiled, shapes)
+    assert (read["cache_copies_in_loop"], read["cache_copies_once"]) == (0, 0)
+
+
+def test_pages_of_bfloat16_take_half_the_memory_and_give_nearly_the_same_texts():
+    plan, params, rows = Plan(tiny.TARGET, tiny.DRAFT), tiny.params(), sequences()
+    engine = paged(plan, params, AMPLE, dtype=jnp.bfloat16)
+    halved, whole = (pages.page_bytes(plan, params, 4, dtype) for dtype in (jnp.bfloat16, None))
+    assert (
+        whole
+        == 2 * halved
+        == sum(leaf[0].nbytes for leaf in jax.tree.leaves(engine.pool.buffers)) * 2
+    )
+    answers = texts(run(engine, rows))
+    expected = texts(run(paged(plan, params, AMPLE), rows))
+    assert np.mean([x == y for x, y in zip(answers, expected, strict=True)]) >= 0.5
+    assert texts(run(engine, rows)) == answers  # from cached prefixes
+
+
 def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     each = pages.page_bytes(plan, params, 16)
@@ -511,6 +544,11 @@ def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
     grows = of()
     assert len(grows.table.holders) == 5 and grows.most == 4 * 2**30 // each
     assert of(gpu_memory_utilization=0.5).most > 5
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    halved = memory.pool_of(
+        plan, narrow, num_tokens=64, block_size=16, kv_cache_memory_bytes=9 * each
+    )
+    assert len(halved.table.holders) == 18
     with pytest.raises(
         ValueError, match=f"leaves 10 bytes, but one page of 16 tokens takes {each:,}"
     ):

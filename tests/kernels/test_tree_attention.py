@@ -86,6 +86,57 @@ def test_bits_of_bfloat16_are_read_as_its_numbers():
     np.testing.assert_allclose(result, dense(**case, scale=0.3), atol=2e-2)
 
 
+@pytest.mark.parametrize("nodes", [5, 65])
+def test_bits_are_widened_for_few_nodes_and_queries_are_rounded_for_many(nodes):
+    case, _ = random_case(4, 2, 8, nodes, nodes, 21, [0, 7, 21], dtype=ml_dtypes.bfloat16)
+    case["q"] = np.random.default_rng(1).standard_normal(case["q"].shape).astype(np.float32)
+    expected = dense(**case, scale=0.3)
+    paged, table = in_pages(case, 8)
+    paged |= {name: paged[name].view(np.uint16) for name in ("cache_k", "cache_v")}
+    result = ops.attention(*map(jnp.array, paged.values()), scale=0.3, table=table)
+    error = np.abs(result - expected).max()
+    assert error < 2e-6 if nodes <= reference.FEW_NODES else 1e-4 < error < 2e-2
+
+
+def test_a_sequence_attends_to_its_pages_as_it_does_alone_to_the_bit():
+    case, options = random_case(4, 2, 8, 5, 5, 40, [40, 0, 7, 21, 33], window=12)
+    paged, table = in_pages(case, 8)
+    arrays = list(map(jnp.array, paged.values()))
+    attend = jax.jit(functools.partial(ops.attention, scale=0.3, window=12))
+    together = attend(*arrays, table=jnp.array(table), positions=options["positions"])
+    np.testing.assert_allclose(together, dense(**case, scale=0.3, **options), atol=2e-6)
+    for row in range(5):
+        mine = [x if len(x) != 5 else x[row : row + 1] for x in arrays]
+        rest = dict(table=jnp.array(table)[row : row + 1])
+        alone = attend(*mine, positions=options["positions"][row : row + 1], **rest)
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "nodes", "parts"), [(4, 2, 96, 3), (2, 2, 128, 2)])
+def test_parts_of_the_nodes_attend_to_those_before_them(heads, kv_heads, nodes, parts, window):
+    case, options = random_case(heads, kv_heads, 8, nodes, nodes, 70, [0, 33, 70], window=window)
+    earlier = np.random.default_rng(2).random((3, nodes, nodes)) < 0.3
+    case["ancestors"] = trees.pack_bits(np.tril(earlier, -1) | np.eye(nodes, dtype=bool))
+    expected = dense(**case, scale=0.3, **options)
+    arrays = list(map(jnp.array, case.values()))
+    attend = functools.partial(reference.tree_attention, scale=0.3, parts=parts, **options)
+    np.testing.assert_allclose(attend(*arrays), expected, rtol=2e-5, atol=2e-6)
+    paged, table = in_pages(case, 8)
+    paged = map(jnp.array, paged.values())
+    np.testing.assert_allclose(attend(*paged, table=table), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_cpu_reads_a_long_prompt_in_parts(monkeypatch):
+    case, _ = random_case(2, 1, 8, 128, 128, 24, [0, 24])
+    case["ancestors"] = trees.pack_bits(np.broadcast_to(np.tri(128, dtype=bool), (2, 128, 128)))
+    monkeypatch.setattr(reference, "PART_NODES", 32)
+    for paged in (False, True):
+        arrays, table = in_pages(case, 8) if paged else (case, None)
+        result = ops.attention(*map(jnp.array, arrays.values()), scale=0.3, table=table)
+        np.testing.assert_allclose(result, dense(**case, scale=0.3), rtol=2e-5, atol=2e-6)
+
+
 def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():
     case, _ = random_case(4, 2, 8, 256, 256, 8192, [8192])
     attend = jax.jit(functools.partial(reference.tree_attention, scale=0.3))
@@ -139,3 +190,19 @@ def test_a_linear_of_narrow_weights_gives_a_row_the_same_result_at_any_count():
             ops.linear(x[:count], weight), full[:count], rtol=1e-5, atol=1e-5
         )
     np.testing.assert_allclose(ops.linear(x, weight.T, transposed=True), full, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_is_stored_transposed_is_the_same_weight_and_rows_are_equal_to_the_bit():
+    rng = np.random.default_rng(0)
+    weight = jnp.array(rng.standard_normal((64, 96)), jnp.bfloat16)
+    x = jnp.array(rng.standard_normal((70, 64)), jnp.float32)
+    stored = ops.Transposed(weight.T)
+    assert (stored.shape, stored.dtype) == (weight.shape, weight.dtype)
+    full = ops.linear(x, stored)
+    np.testing.assert_allclose(full, ops.linear(x, weight), rtol=1e-5, atol=1e-5)
+    back = ops.linear(full, stored, transposed=True)
+    np.testing.assert_allclose(
+        back, ops.linear(full, weight, transposed=True), rtol=1e-4, atol=1e-3
+    )
+    for count in (1, 3, 8, 33):
+        np.testing.assert_array_equal(ops.linear(x[:count], stored), full[:count])

@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jspec import ops
 from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
 from jspec.models.mla import MlaParams
@@ -25,6 +28,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OUTPUT = ("self_attn.o_proj",)
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _DOWN = ("mlp.down_proj",)
+_OF_BLOCKS = [("layers", field) for field in ("qkv", "output", "gate_up", "down")]  # matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +92,19 @@ class Entry:
             parts += np.split(matrix.T if self.transpose else matrix, cuts)
         return parts
 
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array | ops.Transposed:
+        """Return the array on the device, laid out as the device multiplies fastest."""
+        is_faster = jax.default_backend() == "cpu" and self.dtype(dtype) == jnp.bfloat16
+        if is_faster and (self.path[0], *self.path[2:]) in _OF_BLOCKS:
+            stored = dataclasses.replace(self, transpose=False).join(tensors, dtype)
+            return ops.Transposed(jnp.asarray(stored))
+        return jnp.asarray(self.join(tensors, dtype))
+
     def pick(self, params: Any) -> Array | None:
         """Return this entry's array in ``params``, or None."""
         step = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
-        return functools.reduce(step, self.path, params)
+        picked = functools.reduce(step, self.path, params)
+        return picked.stored.T if isinstance(picked, ops.Transposed) else picked
 
     @property
     def label(self) -> str:

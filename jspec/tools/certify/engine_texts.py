@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from jspec.core.types import Params
-from jspec.engine import pages
+from jspec.engine import memory, pages
 from jspec.engine.answers import Answer
 from jspec.engine.engine import Engine
 from jspec.engine.pages import PAGE_SIZE, Pool
@@ -59,7 +59,8 @@ def engine_texts(
         return [finding("batched", _arriving(only, rows))], remarks
 
     def engine() -> Engine:
-        pool = Pool(plan, params, num_pages=-(-capacity // PAGE_SIZE) * len(rows) + 1)
+        count, dtype = -(-capacity // PAGE_SIZE) * len(rows) + 1, memory.dtype_of_pages(params)
+        pool = Pool(plan, params, num_pages=count, dtype=dtype)  # as of LLM
         return Engine(plan, params, num_slots=_SLOTS, capacity=capacity, pool=pool)
 
     first = engine()
