@@ -102,7 +102,6 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
     write to the end of the buffer. This makes the write address depend on the verdict, so XLA
     schedules the write after every read of the round and does not copy the cache.
     """
-    count = _after(count, new)
     if cache.table is not None:
         return _append_to_pages(cache, new, rows, count)
     buffers = jax.tree.leaves(cache.layers)
@@ -118,19 +117,21 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
     return cache.replace(layers=layers, length=cache.length + count)
 
 
-def _after(count: Array, new: tuple[Any, ...]) -> Array:
-    """Return ``count``, computed from the last layer's entries too.
+def append_prompt(cache: KVCache, new: tuple[Any, ...], count: Array) -> KVCache:
+    """Append the first ``count`` [B] slots of ``new``, the entries of a chunk of a prompt.
 
-    A prefill has no verdict that the write address depends on. Without this, XLA writes a layer
-    before its attention has read the cache, and copies the cache for that. A barrier does not help:
-    XLA for CPU drops it before it orders operations.
+    There is no verdict that the write address depends on, so it is computed from the last layer's
+    entries too. Otherwise XLA writes a layer before its attention has read the cache, and copies
+    the cache for that. A barrier does not help: XLA for CPU drops it before it orders operations.
     """
     leaves = jax.tree.leaves(new)
     if not leaves:
-        return count
-    late = leaves[-1][(slice(None), *[0] * (leaves[-1].ndim - 1))].astype(jnp.float32)
+        return cache.replace(length=cache.length + count)
+    last = leaves[-1]
+    late = last[(slice(None), *[0] * (last.ndim - 1))].astype(jnp.float32)
     large = lax.bitcast_convert_type(late, jnp.uint32) >> 2 | 2**29  # more than any count
-    return jnp.minimum(count, large.astype(count.dtype))
+    rows = jnp.broadcast_to(jnp.arange(last.shape[2]), (len(count), last.shape[2]))
+    return append(cache, new, rows, jnp.minimum(count, large.astype(count.dtype)))
 
 
 def _append_to_pages(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:

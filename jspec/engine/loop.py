@@ -327,13 +327,13 @@ def prefill(
     batch, size = chunk.shape[0], chunk.shape[1] - 1
     tree = trees.chain_tree(batch, size)
     out = _forward(plan, params, chunk[:, :-1], tree, cache)
-    nodes = jnp.broadcast_to(jnp.arange(size), (batch, size))
     prefilled = plan.drafter.prefill(params, memory, chunk, out.features, start, valid)
     shape_checks.check_carry(plan.drafter, {"memory": memory}, {"memory": prefilled}, prompt=True)
     scores = None
     if scoring is not None:
         scores = logprobs.score(out.logits, chunk[:, 1:], scoring.count, scoring.mode)
-    state = state.replace(cache=kv_cache.append(cache, out.tree_kv, nodes, valid), memory=prefilled)
+    cache = kv_cache.append_prompt(cache, out.tree_kv, valid)
+    state = state.replace(cache=cache, memory=prefilled)
     return state if table is None else state.detached(), scores
 
 

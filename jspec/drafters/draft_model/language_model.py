@@ -77,5 +77,4 @@ class ReadsText:
         model, chunk = weights_of(params.drafter), spell(params.drafter, tokens[:, :-1])
         tree = trees.chain_tree(*chunk.shape)
         out = decoder.forward(model, self.config, chunk, tree, memory.cache)
-        rows = jnp.broadcast_to(jnp.arange(chunk.shape[1]), chunk.shape)
-        return memory.replace(cache=kv_cache.append(memory.cache, out.tree_kv, rows, valid))
+        return memory.replace(cache=kv_cache.append_prompt(memory.cache, out.tree_kv, valid))
