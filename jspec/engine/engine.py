@@ -228,7 +228,8 @@ class Engine:
           sequence: what to generate.
           listener: called by ``step`` with each longer answer; if it returns True, the text has
             ended there, as at a stop string.
-          rounds: most rounds between two readings of the answer; None for the profile's.
+          rounds: most rounds between two readings of the answer, of which the first comes after one
+            round; None for the profile's.
           scoring: scores of tokens; None for none.
           priority: as vLLM's.
           cache_salt: sequences share pages only with those of the same salt.
@@ -540,6 +541,8 @@ class Engine:
         if self._follows:
             return 1
         running = [ticket for ticket in self._slots if ticket is not None]
+        if any(ticket.rounds and not ticket.answer.rounds for ticket in running):
+            return 1  # somebody waits for a first text
         rounds = (ticket.rounds or self._running.rounds for ticket in running)
         rounds = min(rounds, default=self._running.rounds)
         return min(rounds, _BUSY_ROUNDS) if self._staged else rounds
