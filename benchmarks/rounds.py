@@ -49,7 +49,9 @@ def eagle3(target: LoadedModel) -> tuple[Plan, Params]:
         separate_head=True,
     )
     weights = eagle.init_params(jax.random.key(1), head, dtype=target.params.embedding.dtype)
-    return Plan(target.target, Eagle(head, target.target, _NUM_DRAFTED)), Params(target.params, weights)
+    return Plan(target.target, Eagle(head, target.target, _NUM_DRAFTED)), Params(
+        target.params, weights
+    )
 
 
 def plan_of(target: LoadedModel, method: str) -> tuple[Plan, Params]:

@@ -204,7 +204,9 @@ def main() -> None:
                 seconds = f"{ran['first_text_seconds']:.2f}", f"{ran['answer_seconds']:.2f}"
                 table.add_row(drafts, users, name, f"{ran['tokens_per_second']:.1f}", *seconds)
     Console().print(table)
-    settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
+    files = {"questions": options.questions.name, "model": Path(options.model).name}
+    settings = {key: str(value) for key, value in vars(options).items() if key != "out"} | files
+    settings["vllm"] = str(bool(options.vllm))
     written = environment.describe() | {"settings": settings, "result": result}
     options.out.write_text(json.dumps(written, indent=1) + "\n")
 

@@ -541,7 +541,8 @@ class Engine:
         if self._follows:
             return 1
         running = [ticket for ticket in self._slots if ticket is not None]
-        if any(ticket.rounds and not ticket.answer.rounds for ticket in running):
+        begun = [ticket for each in self._unread for ticket in each.members]
+        if any(each.rounds and not each.answer.rounds and each not in begun for each in running):
             return 1  # somebody waits for a first text
         rounds = (ticket.rounds or self._running.rounds for ticket in running)
         rounds = min(rounds, default=self._running.rounds)
