@@ -49,9 +49,8 @@ def eagle3(target: LoadedModel) -> tuple[Plan, Params]:
         separate_head=True,
     )
     weights = eagle.init_params(jax.random.key(1), head, dtype=target.params.embedding.dtype)
-    return Plan(target.target, Eagle(head, target.target, _NUM_DRAFTED)), Params(
-        target.params, weights
-    )
+    plan = Plan(target.target, Eagle(head, target.target, _NUM_DRAFTED))
+    return plan, Params(target.params, weights)
 
 
 def plan_of(target: LoadedModel, method: str) -> tuple[Plan, Params]:
@@ -75,8 +74,10 @@ def seconds_of_round(engine: Engine, work: Sequence[SequenceParams]) -> float:
     return (taken[1] - taken[0]) / (counts[1] - counts[0])
 
 
-def row(target: LoadedModel, method: str, size: int, slots: int, settings) -> dict:
-    """Measure one engine."""
+def row(
+    target: LoadedModel, method: str, size: int, slots: int, settings: argparse.Namespace
+) -> dict:
+    """Measure an engine whose pages have ``size`` tokens; 0 is contiguous caches."""
     plan, params = plan_of(target, method)
     capacity = settings.prompt_tokens + settings.max_tokens
     engine = pages.engine_of(plan, params, slots, capacity, size)

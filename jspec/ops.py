@@ -196,13 +196,10 @@ def _row_by_row(run: Callable[..., Array], *arrays: Array | None) -> Array:
     if len(q) == 1:
         return run(*arrays)
 
-    def row(mine: tuple[Array | None, ...]) -> Array:
-        q, tree_k, tree_v, ancestors, length, positions, table = mine
+    def row(q, tree_k, tree_v, ancestors, length, positions, table) -> Array:
         return run(q, tree_k, tree_v, ancestors, pool_k, pool_v, length, positions, table)
 
-    split = lambda x: x[:, None]
-    mine = q, tree_k, tree_v, ancestors, length, positions, table
-    return lax.map(row, jax.tree.map(split, mine))[:, 0]
+    return _by_groups(row, 1, q, tree_k, tree_v, ancestors, length, positions, table)
 
 
 def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):

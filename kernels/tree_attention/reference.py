@@ -73,7 +73,8 @@ def tree_attention(
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
         apply the window to the tree.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-      block: slots of the prefix at a time; None for the best choice on a CPU, which is one page.
+      block: slots of the prefix at a time; None for the best choice on a CPU. Of pages
+        that is one, or ``MANY_NODES_SLOTS`` slots for more than ``FEW_NODES`` nodes.
       parts: of the nodes, a divisor of N = M. With several, no node may see a later one.
 
     Returns:
