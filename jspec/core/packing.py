@@ -15,6 +15,7 @@ class Packing:
 
     nodes: Array  # [M] int32: row * N + node of each entry
     entries: Array  # [B, N] int32: the entry of each node; 0 for nodes that are not in the list
+    first_only: Array  # [B] bool: rows of which no node but the first is in the list
 
     def pack(self, x: Array) -> Array:
         """Return the entries [1, M, ...] of ``x`` [B, N, ...]."""
@@ -31,7 +32,8 @@ def packing_of(listed: Array, size: int) -> Packing:
     counts = jnp.cumsum(flat, dtype=jnp.int32)
     nodes = jnp.searchsorted(counts, jnp.arange(1, size + 1, dtype=jnp.int32))
     nodes = jnp.where(nodes < flat.size, nodes, nodes[0]).astype(jnp.int32)
-    return Packing(nodes, jnp.where(listed, counts.reshape(listed.shape) - 1, 0))
+    entries = jnp.where(listed, counts.reshape(listed.shape) - 1, 0)
+    return Packing(nodes, entries, ~listed[:, 1:].any(1))
 
 
 def sizes(rows: int, most: int) -> tuple[int, ...]:

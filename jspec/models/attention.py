@@ -60,6 +60,7 @@ def attention_over(
       implementation: of ``ops.attention``; None for the device's default.
       rows: int32 [B, M], the nodes that the last layer has queries of; None for all.
       packing: the list of nodes that ``attend`` takes and returns, as [1, heads, M, head_dim].
+        It takes no ``rows``.
 
     Returns:
       ``attend``, and the list of cache entries that it fills: one per layer, with N slots.
@@ -89,6 +90,7 @@ def attention_over(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
             positions=rows_at(positions, queried),
+            first_only=None if packing is None else packing.first_only,
             implementation=implementation,
         )
         return mixed if packing is None else _by_tokens(packing.pack, mixed)
