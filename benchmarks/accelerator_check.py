@@ -40,6 +40,8 @@ _DESCRIBE = (
     "import json; from jspec.tools.bench import environment; "
     "print(json.dumps(environment.describe('benchmarks.accelerator_check')))"
 )
+# For steps of correctness alone: with tuned programs, 70 s were too few for one on an H200.
+_QUICK_COMPILE = "--xla_gpu_autotune_level=0"
 _PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names of the platforms
 # The line of a traceback with the error; JAX appends notes after it.
 _CAUSE = re.compile(r"^[\w.]*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
@@ -53,11 +55,13 @@ class Step:
       command: words; ``{out}`` stands for the JSON file that it writes.
       seconds: time limit.
       judge: maps its JSON to (success, summary).
+      flags: of XLA.
     """
 
     command: tuple[str, ...]
     seconds: float
     judge: Callable[[Any], tuple[bool, str]]
+    flags: str = ""
 
 
 def _kernels(results: dict) -> tuple[bool, str]:
@@ -103,7 +107,7 @@ def _certify(*more: str) -> tuple[str, ...]:
 
 
 def _compare(operation: str, seconds: int, *more: str) -> Step:
-    words = ("--operations", operation, "--repeats", "3", "--seconds", f"{seconds - 30}", *more)
+    words = ("--operations", operation, "--repeats", "3", "--seconds", f"{seconds - 20}", *more)
     command = (_PYTHON, "-m", "benchmarks.kernels", *words, "--json", "{out}")
     return Step(command, seconds, _kernels)
 
@@ -112,7 +116,7 @@ def _compare(operation: str, seconds: int, *more: str) -> Step:
 STEPS = {
     "attention": _compare(
         "tree_attention",
-        110,
+        90,
         "--batch",
         "1",
         "8",
@@ -127,7 +131,7 @@ STEPS = {
     ),
     "sampling": _compare(
         "rejection_sampling",
-        110,
+        60,
         "--batch",
         "8",
         "--cases",
@@ -137,20 +141,22 @@ STEPS = {
         "a chain of 4 over an odd vocabulary",
         "a tree of 8 under block",
     ),
-    "rules": Step(_certify(), 60, _certificate),
+    "rules": Step(_certify(), 50, _certificate),
     "demo, float32": Step(
         _certify("--model", _MODEL, "--speculative-config", _SPEC, "--dtype", "float32"),
-        70,
+        120,
         _certificate,
+        _QUICK_COMPILE,
     ),
     "demo, bfloat16": Step(
         _certify("--model", _MODEL, "--speculative-config", _SPEC, "--dtype", "bfloat16"),
-        70,
+        90,
         _certificate,
+        _QUICK_COMPILE,
     ),
     "latency": Step(
         (_PYTHON, "-m", "jspec", "bench", "--repeats", "3", "--no-peers", "--json", "{out}"),
-        70,
+        90,
         _bench,
     ),
     "verifying": Step(
@@ -167,7 +173,7 @@ STEPS = {
             "--out",
             "{out}",
         ),
-        90,
+        85,
         _verify_cost,
     ),
 }
@@ -203,10 +209,12 @@ def _cause(output: str) -> str:
     return causes[-1] if causes else "it printed nothing"
 
 
-def _environment(platform: str) -> dict[str, str]:
+def _environment(platform: str, flags: str) -> dict[str, str]:
     """Return a step's environment, in which JAX does not silently fall back to the CPU."""
     asked = f"{_PLATFORMS[platform]},cpu" if platform in _PLATFORMS else platform
-    return os.environ | {"JAX_PLATFORMS": asked, "JAX_TRACEBACK_FILTERING": "off"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    named = {"JAX_PLATFORMS": asked, "JAX_TRACEBACK_FILTERING": "off", "XLA_FLAGS": flags}
+    return os.environ | named
 
 
 def _written(out: Path) -> Any:
@@ -230,7 +238,7 @@ def run(step: Step, limit: float, platform: str) -> dict[str, Any]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=limit,
-                env=_environment(platform),
+                env=_environment(platform, step.flags),
             )
             status, output = ran.returncode, ran.stdout
         except subprocess.TimeoutExpired as error:

@@ -37,7 +37,7 @@ from jspec.verify import RULES
 REFERENCE = "reference"
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
 STEPS = 16  # in one program, to hide its launch
-SIZES = ("batch", "length", "dtype")  # keys of a case that are its size
+SIZES = ("batch", "length", "dtype", "page")  # keys of a case that are its size
 WORKING_SET = 2**27  # bytes read before any is read again, larger than the devices' caches
 MOST_COPIES = 8  # of the inputs: each adds compile time
 PEAK = 4.0  # standard deviation of scores: few keys have most of the weight, as in real layers
@@ -67,26 +67,31 @@ def tree_attention(settings: argparse.Namespace) -> Iterator[Contest]:
     for name in settings.cases:
         for batch in settings.batch if name in CASES else ():
             for length in settings.lengths:
-                yield _attention_contest(name, batch, length, jnp.dtype(settings.dtype))
+                for page in settings.pages:
+                    yield _attention_contest(name, batch, length, jnp.dtype(settings.dtype), page)
 
 
-def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> Contest:
+def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype, page: int) -> Contest:
     case = CASES[name]
     queries, kv_heads, features = case.heads
-    slots = -(-(length + case.nodes) // 16) * 16
+    multiple = page or 16
+    slots = -(-(length + case.nodes) // multiple) * multiple
+    table, shape = None, (batch, kv_heads, slots, features)
+    if page:  # those of a row lie apart, as in a pool that is used for long
+        table = jax.random.permutation(jax.random.key(2), batch * slots // page).astype(jnp.int32)
+        table, shape = table.reshape(batch, -1), (table.size, kv_heads, page, features)
     cache_bytes = 2 * batch * kv_heads * slots * features * dtype.itemsize
     layers = max(1, min(MOST_COPIES, -(-WORKING_SET // cache_bytes)))
     keys = iter(jax.random.split(jax.random.key(0), 2 * layers + 4))
-    array = lambda *shape: jax.random.normal(next(keys), (batch, *shape), dtype)
+    normal = lambda *shape: jax.random.normal(next(keys), shape, dtype)
+    array = functools.partial(normal, batch)
     near = jnp.arange(case.keys) <= jnp.arange(case.nodes)[:, None] + case.keys - case.nodes
     arrays = dict(
         q=(PEAK * array(queries, case.nodes, features)).astype(dtype),
         tree=(array(kv_heads, case.keys, features), array(kv_heads, case.keys, features)),
         ancestors=trees.pack_bits(jnp.broadcast_to(near, (batch, *near.shape))),
-        caches=[
-            (array(kv_heads, slots, features), array(kv_heads, slots, features))
-            for _ in range(layers)
-        ],
+        caches=[(normal(*shape), normal(*shape)) for _ in range(layers)],
+        table=table,
         length=jnp.full((batch,), length, jnp.int32),
         nudge=jnp.zeros((), dtype),
     )
@@ -96,7 +101,7 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
     takes = jax.default_backend() == "tpu" or dtype == jnp.bfloat16
     names = [REFERENCE, *(kernels() if takes else ())]
     contenders = {each: functools.partial(_attend, case, each, **arrays) for each in names}
-    facts = {"case": name, "batch": batch, "length": length, "dtype": dtype.name}
+    facts = {"case": name, "batch": batch, "length": length, "dtype": dtype.name, "page": page}
     return Contest("tree_attention", facts, contenders, STEPS * layers, moved, layers)
 
 
@@ -116,7 +121,7 @@ def no_kernels() -> str | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
+def _attend(case, implementation, *, q, tree, ancestors, caches, table, length, nudge):
     """Run ``STEPS`` passes over all caches; return the result of the last call.
 
     ``nudge`` is 0. It makes each call depend on the one before, with the same queries.
@@ -135,6 +140,7 @@ def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
                 window=case.window,
                 positions=positions,
                 soft_cap=case.soft_cap,
+                table=table,
                 implementation=implementation,
             )
         return mixed
@@ -213,7 +219,9 @@ def _judge(case, implementation, rounds, uniform):
         last, verdicts = verdicts[-1], []
         for logits, tokens, recorded, uniforms in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-            after = jnp.where(last < 0, 0.5, uniform)  # never true, unknown to the compiler
+            after = jnp.where(
+                last[:, None] < 0, 0.5, uniform
+            )  # never true, unknown to the compiler
             last = judge(logits, draft, uniforms, after)
             verdicts.append(last)
         return jnp.stack(verdicts)
@@ -223,7 +231,7 @@ def _judge(case, implementation, rounds, uniform):
 
 def num_rows(settings: argparse.Namespace) -> int:
     """Return the number of rows without a time limit."""
-    attention = len(settings.batch) * len(settings.lengths)
+    attention = len(settings.batch) * len(settings.lengths) * len(settings.pages)
     rows_of = {
         "tree_attention": (CASES, attention),
         "rejection_sampling": (DRAFTS, len(settings.batch)),
@@ -328,7 +336,7 @@ def table(measurements: list[dict]) -> Table:
     for name in ("size", "floor", "XLA", "/floor", "kernel", "/floor", "x XLA", "differs by"):
         shown.add_column(name, justify="right")
     for row in measurements:
-        size = [str(value) for key, value in row.items() if key in SIZES]
+        size = [str(value) for key, value in row.items() if key in SIZES and value]
         size += ["cached"] if row["cached"] else []
         cells = [f"{row['operation']}: {row['case']}", " ".join(size), _microseconds(row["floor"])]
         reference = row["seconds"].get(REFERENCE)
@@ -364,6 +372,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1] if on_cpu else [1, 8, 32])
     lengths = [1024] if on_cpu else [1024, 8192, 32768]
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
+    parser.add_argument("--pages", nargs="+", type=int, default=[0, 64], help="slots; 0 for none")
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16", help="of attention")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seconds", type=float, help="after which no row begins")

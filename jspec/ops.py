@@ -146,8 +146,9 @@ def attention(
     sees no other. A CPU with pages computes no other node of them.
 
     ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
-    None is the reference on every device. A kernel becomes a device's default once a measurement of
-    ``benchmarks/kernels.py`` on that device beats XLA.
+    None is what measurements of ``benchmarks/kernels.py`` on the device show to be faster: the
+    kernel on a single Hopper GPU, for at most 64 nodes over a bfloat16 cache without pages, and
+    the reference elsewhere.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support these shapes or dtypes,
@@ -161,6 +162,12 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
+    if implementation is None and _is_kernel_faster(q, tree_k, cache_k, table):
+        named = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
+        run = functools.partial(attention, **named, table=table, first_only=first_only)
+        by = lambda name: functools.partial(run, implementation=name)
+        arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length)
+        return lax.platform_dependent(*arrays, cuda=by("pallas_gpu"), default=by("reference"))
     kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k, table)
 
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
@@ -216,6 +223,12 @@ def _row_by_row(run: Callable, first_only: Array | None, *arrays: Array | None) 
 
     rows = (first_only, q, tree_k, tree_v, ancestors, length, positions, table)
     return _by_groups(row, 1, *rows)
+
+
+def _is_kernel_faster(*arrays: Array | None) -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return importlib.import_module("jspec.kernels.tree_attention.pallas_gpu").is_faster(*arrays)
 
 
 def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks correctness and speed of jspec on a fresh machine with a GPU or TPU. Takes under ten minutes
-# after the installation, may be interrupted and run again, and writes accelerator_check.json.
+# Checks correctness and speed of jspec on a fresh machine with a GPU or TPU. Takes under ten
+# minutes after the installation, may be interrupted, and writes accelerator_check.json.
 #
 # PYTHON names the interpreter (3.11 or newer). Its JAX is used if it is 0.10 or newer and sees the
 # accelerator; otherwise one is installed. The script installs into its own environment; delete that
@@ -19,7 +19,8 @@ install() {
   "$PYTHON" -m pip --disable-pip-version-check --python "$ENVIRONMENT/bin/python" install -qq "$@"
 }
 
-if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+# pip 24.0 takes an interpreter by its path alone.
+if ! PYTHON=$(type -P "$PYTHON") || ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   echo "jspec needs Python 3.11 or newer: PYTHON=python3.12 scripts/accelerator_check.sh" >&2
   exit 1
 fi

@@ -54,6 +54,9 @@ _PATIENCE = 64  # steps without pages, before other engines of the pool must giv
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
+RELEASES: collections.Counter = (
+    collections.Counter()
+)  # of the programs of each step, in this process
 _PADDING = 512  # tokens: reading fewer takes less time than compiling programs for one prompt
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
@@ -739,6 +742,7 @@ def _release_programs() -> None:
     for step in _STEPS:
         if step._cache_size() > _MOST_PROGRAMS:
             step.clear_cache()
+            RELEASES[step] += 1
 
 
 def _is_of_device(error: BaseException) -> bool:

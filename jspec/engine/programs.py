@@ -18,7 +18,7 @@ from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
 from jspec.core.types import History, Request
 from jspec.engine import admission
-from jspec.engine.engine import Engine
+from jspec.engine.engine import RELEASES, Engine
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.pages import table_of
 from jspec.engine.profile import Profile, request_of
@@ -43,6 +43,7 @@ class Programs:
         self._lock = threading.Lock()
         self._known: set[Any] = set()  # functions, settings and shapes of programs
         self._asked: set[Any] = set()  # settings of ``compile``, for a quick answer
+        self._releases = RELEASES.total()  # after which nothing is known any more
 
     def may_lack(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
         """Return whether ``compile`` may find anything; this is quick.
@@ -53,6 +54,7 @@ class Programs:
             return False
         grammar = sequences[0].grammar
         has_new = grammar is not None and grammar not in self._engine.grammars
+        has_new = has_new or self._releases != RELEASES.total()
         return has_new or (self._profile(sequences, scoring), scoring) not in self._asked
 
     def compile(
@@ -74,6 +76,10 @@ class Programs:
         if not self._is_on_one:
             return
         with self._lock:  # whoever finds nothing missing may go on
+            if self._releases != RELEASES.total():
+                self._releases = RELEASES.total()
+                self._known.clear()
+                self._asked.clear()
             every = [*self._launches(sequences, scoring), *self._prefills(sequences[0], scoring)]
             missing = {key: lowering for key, lowering in every if key not in self._known}
             _compile(list(missing.values()), on_progress)

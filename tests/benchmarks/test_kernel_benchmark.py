@@ -13,8 +13,9 @@ from benchmarks.kernels import LIMITS, REFERENCE
 
 SETTINGS = argparse.Namespace(
     operations=["tree_attention", "rejection_sampling"],
-    batch=[2],
+    batch=[3],
     lengths=[1024],
+    pages=[64],
     dtype="bfloat16",
     cases=["a step over a side buffer", "a chain of 1"],
     repeats=1,
@@ -87,7 +88,8 @@ def test_rows_are_written_one_by_one_and_none_is_begun_too_late(tmp_path, monkey
         return measured(*arguments)
 
     monkeypatch.setattr(kernels, "measured", seen)
-    words = ["--batch", "1", "2", "--cases", "a chain of 1", "--repeats", "1", "--json", str(out)]
+    words = ["--batch", "1", "2", "--cases", "a chain of 1", "--pages", "0", "--repeats", "1"]
+    words += ["--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["kernels", *words])
     kernels.main()
     assert counts == [0, 1] and json.loads(out.read_text())["asked"] == 2

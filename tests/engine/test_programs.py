@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+import jspec.engine.engine
 from jspec.core.logprobs import Scoring
 from jspec.drafters import TokenRecycling
 from jspec.drafters.base.adaptive import Adaptive
@@ -67,6 +68,21 @@ def test_what_is_compiled_ahead_serves_prompts_of_all_lengths(name, has_pages, c
     answers = engine.run(rows)
     assert not compiled()
     assert [len(answer.tokens) for answer in answers] == [9] * 4
+
+
+def test_programs_that_were_released_are_compiled_ahead_again(compiled, monkeypatch):
+    engine, [row] = engine_of("none", has_pages=True), sequences((20,))
+    programs = Programs(engine)
+    programs.compile([row])
+    assert not programs.may_lack([row]) and compiled()
+    engine.run([row])
+    monkeypatch.setattr(jspec.engine.engine, "_MOST_PROGRAMS", 0)
+    engine_of("none", has_pages=True)  # many engines have many programs
+    assert programs.may_lack([row])
+    programs.compile([row])
+    assert sorted(set(compiled())) == ["launch", "prefill"] and not programs.may_lack([row])
+    engine.run([row])
+    assert not compiled()
 
 
 @pytest.mark.parametrize("name", ["none", "draft_model"])

@@ -240,6 +240,37 @@ def test_the_gpu_kernel_is_for_hopper():
         assert f"(Hopper), not {other} (NVIDIA X)" in pallas_gpu.wrong_device(gpu(other))
 
 
+@pytest.mark.parametrize(
+    ("changes", "page", "devices", "capability", "is_default"),
+    [
+        ({}, None, 1, "9.0", True),
+        ({"nodes": 64, "keys": 64}, None, 1, "9.0", True),
+        ({"nodes": 65, "keys": 65}, None, 1, "9.0", False),
+        ({"dtype": np.float32}, None, 1, "9.0", False),
+        ({}, 64, 1, "9.0", False),
+        ({}, None, 2, "9.0", False),
+        ({}, None, 1, "8.0", False),
+    ],
+)
+def test_the_gpu_kernel_is_the_default_where_it_was_measured_faster(
+    changes, page, devices, capability, is_default, monkeypatch
+):
+    sizes = dict(heads=4, kv_heads=2, dim=64, nodes=5, keys=5, slots=128, dtype=ml_dtypes.bfloat16)
+    arrays, table = random_case(**sizes | changes, lengths=[0, 5])[0], None
+    if page is not None:
+        arrays, table = in_pages(arrays, page)
+    gpu = SimpleNamespace(compute_capability=capability, device_kind="NVIDIA X")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu] * devices)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    traced = jax.jit(functools.partial(ops.attention, scale=0.3, table=table)).trace(
+        *map(jnp.array, arrays.values())
+    )
+    for platform in ("cuda", "cpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("mosaic_gpu" in text) == (is_default and platform == "cuda")
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_without_a_cache_is_refused(name):
     arrays, _ = random_case(4, 2, 64, 3, 3, 24, [0, 5])
