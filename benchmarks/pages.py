@@ -8,7 +8,6 @@ prefill included. The contenders take turns; a run before the first turn compile
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
-from jspec.tools.bench import environment
+from jspec.tools.bench import environment, files
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _METHODS = {"none": None, "ngram": {"method": "ngram", "num_speculative_tokens": 4}}
@@ -120,18 +119,24 @@ def main() -> None:
     target = loading.load(arguments.target, arguments.dtype)
     results = environment.describe() | {"rounds": [], "first_tokens": []}
     console = Console()
+
+    def add(name: str, *rows: dict) -> None:
+        results[name] += rows
+        for row in rows:
+            print(row, flush=True)
+        if arguments.out is not None:
+            files.write_json(results, arguments.out)
+
     for method in arguments.methods:
         made = build_plan(target, config.read(_METHODS[method]), dtype=arguments.dtype)
         for length in arguments.prompt_tokens:
             for slots in arguments.slots:
                 measured = rounds(made, slots, length, arguments.max_tokens, arguments.repeats)
-                results["rounds"] += [{"method": method} | row for row in measured]
+                add("rounds", *({"method": method} | row for row in measured))
             if method == arguments.methods[0]:
-                results["first_tokens"].append(first_tokens(made, length, arguments.repeats))
+                add("first_tokens", first_tokens(made, length, arguments.repeats))
     for rows in (results["rounds"], results["first_tokens"]):
         console.print(table(rows))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
