@@ -7,6 +7,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,12 @@ class Transposed:
     def dtype(self) -> jnp.dtype:
         """The dtype of the weight."""
         return self.stored.dtype
+
+
+def untransposed(params: Any) -> Any:
+    """Return a pytree with every ``Transposed`` weight as an array [I, O]."""
+    is_stored = lambda x: isinstance(x, Transposed)
+    return jax.tree.map(lambda x: x.stored.T if is_stored(x) else x, params, is_leaf=is_stored)
 
 
 def linear(x: Array, w: Array | Transposed, *, transposed: bool = False) -> Array:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jspec import ops
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from training import trainer
@@ -121,6 +122,8 @@ def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """Load the target and its data."""
     trainer.start_processes(settings.trainer)
     target = loading.load(settings.target, settings.weights_dtype)
+    # Many rows at a time gain nothing, and ``training.linear`` takes arrays.
+    target = dataclasses.replace(target, params=ops.untransposed(target.params))
     length, most = settings.data.length, target.config.max_positions
     if length >= most:
         remedy = f"the target has {most} positions, and a window has one token more; take fewer"

@@ -137,6 +137,18 @@ def test_a_head_is_distilled_from_one_command(variant, more, method, words, targ
     check_run(tmp_path, target, method)
 
 
+@pytest.mark.parametrize("method", ["eagle", "medusa", "draft"])
+def test_a_target_in_bfloat16_is_distilled(method, words, target, tmp_path):
+    few = ["--steps", "2", "--eval-every", "2", "--acceptance-prompts", "0"]
+    more = {"draft": ["--draft-layers", "0", "2"], "eagle": ["--variant", "hass"]}.get(method, [])
+    output = tmp_path / "run"
+    few += ["--target-dtype", "bfloat16", "--output", str(output)]
+    assert distil(method, [*words, *few, *more]) == 0
+    metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    assert np.isfinite(metrics["heldout_loss"])
+    assert (output / "export" / "model.safetensors").exists()
+
+
 def test_a_head_trains_further_from_its_files(words, target, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
