@@ -389,7 +389,7 @@ def test_an_interrupted_run_keeps_its_samples(root, monkeypatch, last):
         ([], "there is no method to run; name one with --config"),
         (["--config", "{oops"], "--config '{oops' is not JSON"),
         (["--config", '{"method": "ngram", "method": "suffix"}'], "the key 'method' stands twice"),
-        (["--config", '{"a":' * 9000], "is not JSON (nested too deeply)"),
+        (["--config", '{"a":' * 20_000], "is not JSON (nested too deeply)"),
         (["--config", "ngrm", "-k", "3"], "ngrm"),
         (
             ["--config", '{"method": "ngram", "num_speculative_tokens": 4}', "-k", "3"],

@@ -85,7 +85,7 @@ def test_any_other_file_is_one_text(tmp_path):
             '{"prompt": "x"}\n{"prompt": "y", "id": 1' + "0" * 5000 + "}",
             "line 2: not JSON .*5001 digits",
         ),
-        ('{"prompt": ' + "[" * 9000, "line 1: not JSON .nested too deeply"),
+        ('{"prompt": ' + "[" * 20_000, "line 1: not JSON .nested too deeply"),
         ('["text"]', "item 1: 'text' must be an object with turns"),
         ('{"messages": "x"}', "line 1: messages must be a list of objects"),
         ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
