@@ -219,9 +219,8 @@ def _judge(case, implementation, rounds, uniform):
         last, verdicts = verdicts[-1], []
         for logits, tokens, recorded, uniforms in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-            after = jnp.where(
-                last[:, None] < 0, 0.5, uniform
-            )  # never true, unknown to the compiler
+            # Never true, which the compiler does not know.
+            after = jnp.where(last[:, None] < 0, 0.5, uniform)
             last = judge(logits, draft, uniforms, after)
             verdicts.append(last)
         return jnp.stack(verdicts)

@@ -54,9 +54,7 @@ _PATIENCE = 64  # steps without pages, before other engines of the pool must giv
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
-RELEASES: collections.Counter = (
-    collections.Counter()
-)  # of the programs of each step, in this process
+RELEASES = collections.Counter()  # of the programs of each step, in this process
 _PADDING = 512  # tokens: reading fewer takes less time than compiling programs for one prompt
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
