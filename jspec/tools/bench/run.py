@@ -155,12 +155,11 @@ class CaseTable:
             on_step(f"{self._case.title}: compiling {name}")
             begin = time.perf_counter()
             try:
-                run()
-                seconds = time.perf_counter() - begin
                 self._first[name] = run()
             except PeerError as error:
                 self.failed[name] = str(error)
                 continue
+            seconds = time.perf_counter() - begin
             self._facts[name] = {"config": given, "first_call_seconds": seconds}
             self._field.append(Contender(name, run))
         on_step(f"{self._case.title}: measuring")
