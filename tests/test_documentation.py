@@ -15,7 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import typer
 from markdown_it import MarkdownIt
@@ -234,15 +233,46 @@ def test_every_file_that_a_page_links_to_exists():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_two_tables_of_methods_agree():
-    rows = lambda page: {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
-        if re.match(r"\| `.*\| \d", line)
+def table(page, cells):
+    """Return the rows of the page's tables with so many cells of measured pairs, by first cell."""
+    pair = r"\d+\.\d\d \(\d+\.\d\d\)"
+    rows = {}
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `") and len(pairs := re.findall(pair, line)) == cells:
+            rows[line.split("|")[1].strip()] = pairs
+    return rows
+
+
+def measured(file):
+    return json.loads((ROOT / "benchmarks/results" / file).read_text())["rows"]
+
+
+def test_the_readme_shows_the_results_of_the_real_model():
+    shown = table("README.md", 4)
+    assert len(shown) == 5
+    results = [*measured("real_model_one.json"), *measured("real_model.json")]
+    for row, cells in shown.items():
+        method = re.match(r"`(\w+)`", row)[1]
+        assert cells == [
+            f"{result['acceptance_length']:.2f} ({result['speedup']['median']:.2f})"
+            for result in results
+            if result["config"] and result["config"].get("method") == method
+        ]
+
+
+def test_the_page_of_methods_shows_the_results_of_the_embedded_model():
+    shown = table("docs/choosing_a_method.md", 4)
+    names = {
+        "`eagle` (EAGLE-1)": "eagle1",
+        "`draft_model`, PARD": "pard",
+        "`eagle3`, P-EAGLE": "p_eagle",
+        "`hybrid` of suffix and eagle3, merged": "hybrid, merge",
+        "`hybrid`, chosen": "hybrid, choose",
     }
-    short, full = rows("README.md"), rows("docs/choosing_a_method.md")
-    assert len(short) == 16
-    for name, cells in short.items():
-        assert cells[1:] == full[name][:3]
-    lengths = [float(cell.split()[0]) for cells in short.values() for cell in cells[1:]]
-    assert np.min(lengths) >= 1
+    assert len(shown) == 16
+    for row, cells in shown.items():
+        assert cells == [
+            f"{result['acceptance_length']:.2f} ({result['ratio']['median']:.2f})"
+            for result in measured("methods.json")
+            if result["name"] == names.get(row, row.strip("`"))
+        ]
