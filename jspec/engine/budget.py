@@ -33,15 +33,16 @@ class Budget:
         """
         batch, nodes = draft.valid.shape
         drafted = draft.valid & (jnp.arange(nodes) > 0) & ~done[:, None]
-        survival = jnp.where(drafted, self.rate[:, None] ** tree.depth, -1)
-        # Parents come before their children: they survive more likely, or have the lower index.
-        order = jnp.argsort(-survival.reshape(-1), stable=True)
-        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(batch, nodes)
-        emitted = expected(passes, jnp.where(drafted, survival, 0), (~done).sum(), jnp)
+        survival = jnp.where(drafted, self.rate[:, None] ** tree.depth, 0)
+        emitted = expected(passes, survival, (~done).sum(), jnp)
         best = jnp.argmax(emitted / self.seconds)
         limits = jnp.array([each.nodes for each in passes])[best]
         room = jnp.array([each.total if each.packed else batch * nodes for each in passes])[best]
-        fits = (jnp.arange(nodes) < limits) & (rank < room - (~done).sum())
+        fits = drafted & (jnp.arange(nodes) < limits)
+        # Parents come before their children: they survive more likely, or have the lower index.
+        order = jnp.argsort(-jnp.where(fits, survival, -1).reshape(-1), stable=True)
+        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(batch, nodes)
+        fits &= rank < room - (~done).sum()
         return draft.replace(valid=draft.valid & (fits | ~drafted))
 
 
@@ -54,11 +55,11 @@ def expected(passes: tuple[Pass, ...], survival: Array, rows: Array, xp=np) -> A
       rows: [], number of unfinished rows.
       xp: numpy, or jax.numpy.
     """
-    best = xp.cumsum(xp.sort(survival.reshape(-1))[::-1])
-    by_node = xp.cumsum(survival.sum(0))
     emitted = []
     for nodes, total, packed in passes:
-        last = xp.clip(total - rows, 0, best.size) - 1
-        listed = xp.where(last < 0, 0, best[last])
-        emitted.append(rows + (listed if packed else by_node[min(nodes, len(by_node)) - 1]))
+        taken = survival[:, :nodes].reshape(-1)
+        if packed:
+            likeliest = xp.sort(taken)[::-1]
+            taken = xp.where(xp.arange(taken.size) < total - rows, likeliest, 0)
+        emitted.append(rows + taken.sum())
     return xp.stack(emitted)

@@ -238,7 +238,7 @@ def _verify(
     def in_pass(size: Pass) -> Callable:
         def run() -> tuple[TargetOutput, Verdict]:
             nodes, part = _first_nodes(draft, size.nodes), trees.first_nodes(tree, size.nodes)
-            packing = packing_of(listed, size.total) if size.packed else None
+            packing = packing_of(listed[:, : size.nodes], size.total) if size.packed else None
             with jax.named_scope("target"):
                 out = _forward(plan, params, nodes.tokens, part, state.cache, packing)
             with jax.named_scope("accept"):

@@ -42,7 +42,8 @@ class RoundPlan:
         lists, most = [], self.node_buckets[-1]
         if self.packed:
             totals, sizes = {each.total for each in whole}, packing.sizes(batch, batch * most)
-            lists = [Pass(most, size, True) for size in sizes if size not in totals]
+            # No row has more nodes than the list, so attention needs no more of each row.
+            lists = [Pass(min(most, size), size, True) for size in sizes if size not in totals]
         return tuple(sorted(whole + lists, key=lambda each: each.total))
 
     @property

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jspec.core import kv_cache, packing, trees
 from jspec.core.types import Params
+from jspec.engine import budget
 from jspec.engine.batch import SequenceParams
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
@@ -136,6 +137,19 @@ def test_a_pass_runs_over_the_valid_nodes_of_unfinished_rows():
     valid = sum(answer.rounds + answer.drafted for answer in found[0])
     assert steps(found[0]) == steps(found[1])
     assert valid <= passed[0] <= 0.7 * passed[1]
+
+
+def test_a_list_holds_no_more_nodes_of_a_row_than_it_has():
+    plan = Plan(tiny.TARGET, DRAFTERS["hybrid"]["merged"][0], packed=True)
+    lists = [each for each in plan.passes(4) if each.packed]
+    assert lists
+    assert all(each.nodes <= each.total for each in lists)
+    # All nodes that may survive come after those that the list may hold of a row.
+    survival = np.zeros((4, plan.node_buckets[-1]))
+    survival[:, -1] = 0.5
+    assert budget.expected(plan.passes(4), survival, 4).tolist() == [
+        6 if each.nodes == plan.node_buckets[-1] else 4 for each in plan.passes(4)
+    ]
 
 
 def test_a_target_that_takes_no_packing_is_refused():

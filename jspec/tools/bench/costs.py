@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import trees
+from jspec.core.packing import packing_of
 from jspec.core.types import Array, Params, Request, Shared
 from jspec.engine.batch import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
-from jspec.engine.plan import Plan
+from jspec.engine.plan import Pass, Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench.contenders import Ours
 
@@ -85,12 +86,13 @@ def _shares(plan: Plan, params: Params, prefilled: Callable[[], Batch], rounds: 
         if bool(batch.state.done.all()):
             break
         inputs = plan, params, batch.request, batch.shared, batch.state
-        last = int(_last_node(*inputs)[0])
-        size = next(nodes for nodes in plan.node_buckets if nodes > last)
+        last, count = _drafted(*inputs)[:2].tolist()
+        passes = plan.passes(len(batch.state.done))
+        size = next(each for each in passes if each.nodes > last and each.total >= count)
         # Each program contains the one before it. The launch is in all of them and cancels out.
         seconds = [
             _best(_launch),
-            _best(lambda inputs=inputs: _last_node(*inputs)),
+            _best(lambda inputs=inputs: _drafted(*inputs)),
             _best(lambda inputs=inputs, size=size: _logits(size, *inputs)),
             _best(lambda one: advance(plan, params, one, 1), lambda batch=batch: copied(batch)),
         ]
@@ -105,27 +107,34 @@ def _launch() -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _last_node(
+def _drafted(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
-    """Draft; return the last valid node, and a sum of the tokens so that XLA computes them."""
+    """Draft; return the last valid node of any row and the number of valid nodes.
+
+    A sum of the tokens comes third, so that XLA computes them.
+    """
     draft, _ = plan.drafter.propose(params, request, shared, state.memory, state.history)
-    drafted = jnp.where(draft.valid, draft.tokens, 0).sum()
-    last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
-    return jnp.stack([last, drafted])
+    listed = draft.valid & ~state.done[:, None]
+    drafted = jnp.where(listed, draft.tokens, 0).sum()
+    last = jnp.where(listed, jnp.arange(listed.shape[1]), 0).max()
+    return jnp.stack([last, listed.sum(), drafted])
 
 
 @functools.partial(jax.jit, static_argnames=("size", "plan"))
 def _logits(
-    size: int, plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+    size: Pass, plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
+    """Draft; return the logits of a pass of that size."""
     draft, _ = plan.drafter.propose(params, request, shared, state.memory, state.history)
     tree = trees.from_parents(draft.parents, draft.max_depth)
-    tree = trees.first_nodes(trees.broadcast(tree, draft.tokens.shape[0]), size)
-    out = plan.target.forward(
-        params.target, draft.tokens[:, :size], tree, state.cache, plan.drafter.capture_layers
-    )
-    return out.logits
+    tree = trees.first_nodes(trees.broadcast(tree, draft.tokens.shape[0]), size.nodes)
+    tokens, layers = draft.tokens[:, : size.nodes], plan.drafter.capture_layers
+    options = {}
+    if size.packed:
+        listed = (draft.valid & ~state.done[:, None])[:, : size.nodes]
+        options = {"packing": packing_of(listed, size.total)}
+    return plan.target.forward(params.target, tokens, tree, state.cache, layers, **options).logits
 
 
 def _best(run: Callable, prepare: Callable[[], Any] | None = None) -> float:
