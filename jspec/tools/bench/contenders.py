@@ -49,8 +49,11 @@ def title_of(batch_size: int, temperature: float) -> str:
 
 
 def filled(requests: Sequence[Request], batch_size: int, least: int = 0) -> list[Request]:
-    """Repeat requests until there are ``least`` and the last group is full."""
-    count = -(-max(len(requests), least) // batch_size) * batch_size
+    """Repeat requests until there are ``least``, and enough to run together.
+
+    No others are asked twice: methods that learn from answers would recite the first one.
+    """
+    count = max(len(requests), least, batch_size)
     return list(itertools.islice(itertools.cycle(requests), count))
 
 

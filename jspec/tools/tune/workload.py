@@ -20,7 +20,7 @@ _SAMPLED_ANSWERS = 16  # at least: a single random answer must not decide
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts that fill whole groups of a batch size."""
+    """Prompts for at least one full group of a batch size."""
 
     case: Case  # the settings of the run
     # token ids; if there are too few, they repeat with other seeds
@@ -48,16 +48,17 @@ class Workload:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Indices of the prompts that may run together, in order."""
+        """Indices of the prompts that may run together, in order; the last group may be smaller."""
         size, indices = self.case.batch_size, list(range(len(self.prompts)))
         return [indices[first : first + size] for first in range(0, len(indices), size)]
 
     @property
     def middle(self) -> list[int]:
-        """The group whose prompts are nearest to the mean length."""
+        """The full group whose prompts are nearest to the mean length."""
         mean = sum(map(len, self.prompts)) / len(self.prompts)
         length = lambda group: sum(len(self.prompts[index]) for index in group) / len(group)
-        return min(self.groups, key=lambda group: abs(length(group) - mean))
+        full = [group for group in self.groups if len(group) == self.case.batch_size]
+        return min(full, key=lambda group: abs(length(group) - mean))
 
     def batch(self, plan: Plan, params: Params, texts: Sequence, shared: Shared) -> Batch:
         """Prefill the middle group with the first half of its ``texts``."""
@@ -76,7 +77,7 @@ class Workload:
 def workload(
     case: Case, requests: Sequence[Request], target: LoadedModel, least: int = 0
 ) -> Workload:
-    """Repeat prompts until there are ``least`` and the last group is full."""
+    """Repeat prompts until there are ``least``, and a full group."""
     least = max(least, _SAMPLED_ANSWERS if case.temperature else 0)
     prompts = (request.token_ids for request in filled(requests, case.batch_size, least))
     return Workload(case, tuple(prompts), loading.text_ends(target))

@@ -126,7 +126,7 @@ def test_the_network_of_a_contender_is_opened_once(root, monkeypatch):
     assert opened == [str(paths["draft"])]
 
 
-def test_repeated_questions_fill_the_last_batch(root, monkeypatch):
+def test_repeated_questions_fill_a_batch(root, monkeypatch):
     both, sizes = llm_fixtures.loaded(root), []
     generate = llm_fixtures.jspec.LLM.generate
 
@@ -140,6 +140,17 @@ def test_repeated_questions_fill_the_last_batch(root, monkeypatch):
     assert set(sizes) == {2} and filled["questions"] == {"code": 1, "fox": 2}
     counted = filled["rows"][1]["categories"]["code"]
     assert (counted["questions"], counted["requests"]) == (1, 2)
+
+
+def test_no_question_is_repeated_if_there_are_enough_for_a_batch(root):
+    both = llm_fixtures.loaded(root)
+    asked = [*QUESTIONS, Question("fox", ("the fox is",), is_chat=False)]
+    suffix = {"method": "suffix", "num_speculative_tokens": 4}
+    chosen = settings(both, batch_sizes=(2,), repeats=1, configs=(suffix,))
+    plain, drafted = bench(both["target"], asked, chosen)["rows"]
+    for row in (plain, drafted):
+        counted = row["categories"]["fox"]
+        assert (counted["questions"], counted["requests"]) == (3, 3)
 
 
 class FakePeer:
