@@ -1,7 +1,7 @@
 """The decoding loop: draft a tree, verify it in one target pass, commit the accepted path."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -237,23 +237,48 @@ def _verify(
 
     def in_pass(size: Pass) -> Callable:
         def run() -> tuple[TargetOutput, Verdict]:
-            nodes, part = _first_nodes(draft, size.nodes), trees.first_nodes(tree, size.nodes)
-            packing = packing_of(listed[:, : size.nodes], size.total) if size.packed else None
             with jax.named_scope("target"):
-                out = _forward(plan, params, nodes.tokens, part, state.cache, packing)
+                nodes, part, out = run_pass(plan, size, params, state.cache, draft, tree, listed)
             with jax.named_scope("accept"):
                 verdict = plan.verify(request, nodes, part, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
 
         return run
 
+    index = smallest_pass(passes, listed)
+    totals = jnp.array([size.total for size in passes], jnp.int32)
+    return *lax.switch(index, list(map(in_pass, passes))), totals[index]
+
+
+def smallest_pass(passes: Sequence[Pass], listed: Array) -> Array:
+    """Return the index of the first pass that holds the nodes of ``listed`` (bool [B, N]).
+
+    The index is int32 []. The last pass must hold every draft.
+    """
     if len(passes) == 1:
-        return *in_pass(passes[0])(), jnp.int32(passes[0].total)
+        return jnp.int32(0)
     by_node = listed.sum(0, dtype=jnp.int32)  # one sum across chips
     last = jnp.where(by_node > 0, jnp.arange(len(by_node)), 0).max()
     nodes, totals = (np.array(part, np.int32) for part in list(zip(*passes, strict=True))[:2])
-    index = jnp.argmax((nodes > last) & (totals >= by_node.sum()))
-    return *lax.switch(index, list(map(in_pass, passes))), jnp.asarray(totals)[index]
+    return jnp.argmax((nodes > last) & (totals >= by_node.sum())).astype(jnp.int32)
+
+
+def run_pass(
+    plan: RoundPlan,
+    size: Pass,
+    params: Params,
+    cache: kv_cache.KVCache,
+    draft: Draft,
+    tree: Tree,
+    listed: Array,
+) -> tuple[Draft, Tree, TargetOutput]:
+    """Run the target on the first ``size.nodes`` nodes of a draft; return draft and tree cut so.
+
+    A packed pass runs over the nodes of ``listed`` (bool [B, N]) alone.
+    """
+    nodes, part = _first_nodes(draft, size.nodes), trees.first_nodes(tree, size.nodes)
+    packing = packing_of(listed[:, : size.nodes], size.total) if size.packed else None
+    return nodes, part, _forward(plan, params, nodes.tokens, part, cache, packing)
 
 
 def _forward(

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import trees
-from jspec.core.packing import packing_of
-from jspec.core.types import Array, Params, Request, Shared
+from jspec.core.types import Array, Draft, Params, Request, Shared, Tree
+from jspec.engine import loop
 from jspec.engine.batch import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
@@ -86,9 +85,7 @@ def _shares(plan: Plan, params: Params, prefilled: Callable[[], Batch], rounds: 
         if bool(batch.state.done.all()):
             break
         inputs = plan, params, batch.request, batch.shared, batch.state
-        last, count = _drafted(*inputs)[:2].tolist()
-        passes = plan.passes(len(batch.state.done))
-        size = next(each for each in passes if each.nodes > last and each.total >= count)
+        size = plan.passes(len(batch.state.done))[int(_drafted(*inputs)[0])]
         # Each program contains the one before it. The launch is in all of them and cancels out.
         seconds = [
             _best(_launch),
@@ -110,15 +107,13 @@ def _launch() -> Array:
 def _drafted(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
-    """Draft; return the last valid node of any row and the number of valid nodes.
+    """Draft; return the index of the pass that the draft takes.
 
-    A sum of the tokens comes third, so that XLA computes them.
+    A sum of the tokens comes second, so that XLA computes them.
     """
-    draft, _ = plan.drafter.propose(params, request, shared, state.memory, state.history)
-    listed = draft.valid & ~state.done[:, None]
-    drafted = jnp.where(listed, draft.tokens, 0).sum()
-    last = jnp.where(listed, jnp.arange(listed.shape[1]), 0).max()
-    return jnp.stack([last, listed.sum(), drafted])
+    draft, _, listed = _first_half(plan, params, request, shared, state)
+    index = loop.smallest_pass(plan.passes(len(listed)), listed)
+    return jnp.stack([index, jnp.where(listed, draft.tokens, 0).sum()])
 
 
 @functools.partial(jax.jit, static_argnames=("size", "plan"))
@@ -126,15 +121,16 @@ def _logits(
     size: Pass, plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
     """Draft; return the logits of a pass of that size."""
-    draft, _ = plan.drafter.propose(params, request, shared, state.memory, state.history)
-    tree = trees.from_parents(draft.parents, draft.max_depth)
-    tree = trees.first_nodes(trees.broadcast(tree, draft.tokens.shape[0]), size.nodes)
-    tokens, layers = draft.tokens[:, : size.nodes], plan.drafter.capture_layers
-    options = {}
-    if size.packed:
-        listed = (draft.valid & ~state.done[:, None])[:, : size.nodes]
-        options = {"packing": packing_of(listed, size.total)}
-    return plan.target.forward(params.target, tokens, tree, state.cache, layers, **options).logits
+    drafted = _first_half(plan, params, request, shared, state)
+    return loop.run_pass(plan, size, params, state.cache, *drafted)[-1].logits
+
+
+def _first_half(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Draft, Tree, Array]:
+    """Return a draft, its tree, and the nodes to verify, bool [B, N]."""
+    draft, tree, _ = loop.first_half(plan, params, request, shared, state)
+    return draft, tree, draft.valid & ~state.done[:, None]
 
 
 def _best(run: Callable, prepare: Callable[[], Any] | None = None) -> float:
