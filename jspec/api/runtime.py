@@ -199,6 +199,8 @@ class Runtime:
         with self._lock:
             begin = perf_counter()
             engine.shared = self._shared
-            act()
-            self._shared = engine.shared
+            try:
+                act()
+            finally:  # after Ctrl-C too: a launch has consumed the state before it
+                self._shared = engine.shared
             self._seconds += perf_counter() - begin

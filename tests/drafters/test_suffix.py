@@ -281,6 +281,19 @@ def test_an_interrupted_trace_leaves_the_corpus_unchanged(open_llm, monkeypatch)
     assert acceptance(llm.generate(PROMPTS, WHOLE)) == acceptance(other.generate(PROMPTS, WHOLE))
 
 
+def test_after_an_interruption_the_corpus_serves_the_next_call(open_llm, monkeypatch):
+    llm = open_llm()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(jax, "device_get", interrupt)  # a launch has consumed the corpus before it
+        llm.generate(PROMPTS, WHOLE)
+    expected = token_ids_of(open_llm().generate(PROMPTS, WHOLE))
+    assert token_ids_of(llm.generate(PROMPTS, WHOLE)) == expected
+
+
 def test_two_streams_share_the_corpus_of_the_llm(open_llm):
     llm = open_llm()
     streams = [llm.stream(PROMPTS, WHOLE, rounds=2) for _ in range(2)]
