@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from jspec.core import logits_processors, sampling
 from jspec.core.branches import Branches
@@ -90,7 +89,7 @@ def score(logits: Array, tokens: Array, count: int, mode: Mode) -> Logprobs:
     chosen = jnp.take_along_axis(values, tokens[..., None], -1)
     rank = 1 + (values > chosen).sum(-1, dtype=jnp.int32)
     if count:
-        top, top_ids = lax.top_k(values, count)
+        top, top_ids = sampling.top_k(values, count)
     else:
         top, top_ids = jnp.zeros((*tokens.shape, 0)), jnp.zeros((*tokens.shape, 0), jnp.int32)
     return Logprobs(chosen[..., 0], rank, top_ids.astype(jnp.int32), top, mode)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jspec.core import sampling
 from jspec.core.history import root_token
 from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, History
@@ -128,7 +128,7 @@ class TokenRecycling:
 def _updated(matrix: Array, drafted: Array, seen: Array, logits: Array) -> Array:
     """Return the matrix with the likeliest tokens after those drafted tokens [B, N] ``seen``."""
     size, width = matrix.shape
-    likeliest = lax.top_k(logits, width)[1].reshape(-1, width).astype(jnp.int32)
+    likeliest = sampling.top_k(logits, width)[1].reshape(-1, width)
     token = jnp.where(seen, drafted, size).reshape(-1)
     # A scatter has no order among equal indices, so only the last node of a token writes.
     order = jnp.argsort(token, stable=True)

@@ -400,3 +400,15 @@ def test_an_empty_residual_is_p():
 
 def test_disjoint_distributions_leave_all_of_p_and_tokens_both_exclude_stay_excluded():
     np.testing.assert_allclose(residual([0.7, 0.3, 0, 0], [0, 0, 1, 0]), [0.7, 0.3, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("vocab", "count"), [(3, 3), (1000, 1), (1000, 3), (1024, 4), (5000, 8)])
+def test_the_largest_values_come_in_the_order_of_a_stable_sort(vocab, count, dtype):
+    values = np.random.default_rng(vocab).integers(-3, 60, (40, vocab)).astype(np.float32)
+    values[::4, 1:-1] = -np.inf  # fewer numbers than asked for
+    best, index = jax.jit(sampling.top_k, static_argnums=1)(jnp.array(values, dtype), count)
+    wanted = np.argsort(-values, -1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(index, wanted)
+    np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, -1))
+    np.testing.assert_array_equal(sampling.argmax(jnp.array(values, dtype)), wanted[:, 0])

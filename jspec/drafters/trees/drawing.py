@@ -165,7 +165,7 @@ class Drawing:
 def largest(logits: Array, width: int) -> tuple[Array, Array]:
     """Return the ``width`` largest logits and their indices, [..., width]; ties go to the first."""
     if width > 1:
-        return lax.top_k(logits, width)
+        return sampling.top_k(logits, width)
     index = sampling.argmax(logits)[..., None]
     return jnp.take_along_axis(logits, index, -1), index
 

@@ -63,7 +63,7 @@ def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:
         first = drawing.apply_processors(logits[:, :1])
         below = drawing.apply_processors(logits[:, 1:], any_branch=True)
         logits = jnp.concatenate([first, below], 1)
-    log_probs, ids = lax.top_k(sampling.log_probs(logits[:, : budget.max_depth]), width)
+    log_probs, ids = sampling.top_k(sampling.log_probs(logits[:, : budget.max_depth]), width)
     ids = drawing.target_ids(ids)
     root = jnp.full((batch, width), -1)
     above = Candidates(ids[:, 0], log_probs[:, 0], root, _index(batch, width))
