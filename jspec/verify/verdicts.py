@@ -6,7 +6,7 @@ from jspec import ops
 from jspec.core import logits_processors, sampling, shape_checks, trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, History, Proposal, Request, Tree, Verdict
-from jspec.verify.match import match
+from jspec.verify.match import follow, match
 from jspec.verify.nodes import take
 from jspec.verify.rule import Rule
 
@@ -29,11 +29,13 @@ def verify(
     if request.sampling.processors is not None:
         branches = Branches.of_draft(history, draft, tree)
         logits = logits_processors.apply(logits, request.sampling.processors, branches)
+    greedy = request.sampling.greedy
+    positions = history.length[:, None] + tree.depth  # of the token drawn after each node
+    if rule.walk is match and not greedy and draft.tokens.shape[1] > 1:
+        return _followed(request, draft, tree, logits, positions)
     processed = sampling.process_logits(logits, request.sampling)
     impossible = sampling.no_token(logits, request.sampling)
-    greedy = request.sampling.greedy
     if rule.randomness == "target" or (greedy and rule.greedy_is_match):
-        positions = history.length[:, None] + tree.depth  # of the token drawn after each node
         draws = sampling.draw_target(processed, request.sampling, request.keys, positions)
         walk = rule.walk if rule.randomness == "target" else match
         judged = walk(processed, draft, tree, draws, proposal)
@@ -65,6 +67,22 @@ def verify(
     path, num_accepted, next_logits = shape_checks.check_walk(rule.name, judged, draft, shape)
     next_token = sampling.argmax(next_logits) if greedy else sampling.draw(next_logits, uniform)
     return _verdict(impossible, path, num_accepted, next_token)
+
+
+def _followed(
+    request: Request, draft: Draft, tree: Tree, logits: Array, positions: Array
+) -> Verdict:
+    """Judge by ``match``, with logits processed and tokens drawn at the nodes of the path only."""
+
+    def draw(node: Array) -> Array:
+        here, position = take(logits, node)[:, None], take(positions, node)[:, None]
+        processed = sampling.process_logits(here, request.sampling)
+        draws = sampling.draw_target(processed, request.sampling, request.keys, position)
+        return jnp.where(sampling.no_token(here, request.sampling), -1, draws)[:, 0]
+
+    path, num_accepted, next_token = follow(draw, draft, tree)
+    num_valid = num_accepted + (next_token >= 0)
+    return Verdict(path, num_accepted + 1, jnp.maximum(next_token, 0), num_valid)
 
 
 def _finite(logits: Array) -> tuple[Array, Array]:

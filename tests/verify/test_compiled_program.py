@@ -15,9 +15,9 @@ import scipy.special
 import scipy.stats
 
 from jspec.core import sampling, trees
-from jspec.core.types import Draft, Params
+from jspec.core.types import Draft, History, Params, Request
 from jspec.engine.plan import Plan
-from jspec.verify import RULES
+from jspec.verify import RULES, verify
 from tests import shipped
 from tests.fakes import TableDrafter, ToyTarget, settings
 from tests.verify import statistics
@@ -74,6 +74,27 @@ def test_golden_acceptance_of_shared_gumbel_noise():
         tile(q), settings(1), keys, positions
     )
     assert same.mean() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / count) ** 0.5)
+
+
+def test_a_sampled_round_makes_noise_for_the_nodes_of_the_path_only():
+    batch, vocab, parents = 3, 1000, np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
+    tree = trees.broadcast(trees.from_parents(parents, 2), batch)
+    keys = jax.random.split(jax.random.key(0), batch)
+
+    def judge(sampled, logits, tokens, valid):
+        draft = Draft(tokens, parents, valid, max_depth=2)
+        history = History(jnp.zeros((batch, 9), jnp.int32), jnp.ones((batch,), jnp.int32))
+        request = Request(keys, sampled, jnp.full((batch, 1), -1), jnp.full((batch,), 9))
+        return verify(RULES["match"], "deterministic", request, draft, tree, logits, history)
+
+    nodes = lambda dtype: jax.ShapeDtypeStruct((batch, len(parents)), dtype)
+    rows = jax.ShapeDtypeStruct((batch, len(parents), vocab), jnp.float32)
+    sampled = settings(batch, top_p=0.9)
+    arguments = sampled, rows, nodes(jnp.int32), nodes(bool)
+    program = shipped.compiled(jax.jit(judge).lower(*arguments)).as_text()
+    made = re.findall(rf"= \w+\[{batch},{len(parents)},{vocab}\]\S* ([\w-]+)", program)
+    assert re.search(rf"= u32\[{batch},(1,)?{vocab}\]", program)
+    assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}  # the logits are handed on
 
 
 def test_a_traversal_copies_none_of_its_distributions():

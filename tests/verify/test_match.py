@@ -11,6 +11,8 @@ from jspec.core import trees
 from jspec.core.types import Draft
 from jspec.tools.certify.conditionals import context_dependent, context_free, softmax
 from jspec.verify import RULES
+from jspec.verify.match import follow
+from jspec.verify.nodes import take
 
 V, NUM_NODES, DEPTH = 3, 7, 3
 EXACT = 1e-12
@@ -110,6 +112,34 @@ def test_siblings_that_repeat_a_token_do_no_harm(seed):
         parents, tokens, context_dependent(seed, V, DEPTH + 1)
     )
     assert 0.5 * np.abs(distribution - exact).sum() < EXACT
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws_made_on_the_way_give_the_path_of_draws_after_all_nodes(seed):
+    rng, batch = np.random.default_rng(seed), 50
+    rows = [random_tree(rng, distinct=False) for _ in range(batch)]
+    parents, tokens = (np.stack(part).astype(np.int32) for part in zip(*rows, strict=True))
+    valid = rng.random(tokens.shape) < 0.9
+    draws = np.empty_like(tokens)
+    for row in range(batch):
+        prefixes, drawn = [()], {}
+        for node in range(1, NUM_NODES):
+            prefixes.append((*prefixes[parents[row, node]], tokens[row, node]))
+        for node, prefix in enumerate(prefixes):  # equal paths share their draw
+            draws[row, node] = drawn.setdefault(prefix, rng.integers(-1, V))  # -1: no token at all
+    parents, tokens, valid, draws = map(jnp.asarray, (parents, tokens, valid, draws))
+    path, num_accepted = walk(parents, tokens, valid, draws)
+    draft = Draft(tokens, parents, valid, max_depth=DEPTH)
+    shape = trees.from_parents(parents, DEPTH)
+    followed, length, token = follow(lambda node: take(draws, node), draft, shape)
+    np.testing.assert_array_equal(length, num_accepted)
+    assert len(np.unique(length)) > 2
+    texts = lambda path: [
+        np.asarray(tokens[row])[np.asarray(path)[row, : length[row] + 1]].tolist()
+        for row in range(batch)
+    ]
+    assert texts(followed) == texts(path)  # of equal siblings, either one
+    np.testing.assert_array_equal(token, take(draws, take(path, num_accepted)))
 
 
 def test_nodes_that_are_not_valid_are_never_accepted():
