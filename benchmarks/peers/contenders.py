@@ -60,8 +60,12 @@ def _of_transformers(start: Start) -> list[str]:
 
 
 def _of_vllm(start: Start) -> list[str]:
-    options = ["--model", str(start.target), "--dtype", start.dtype, *_sizes(start)]
-    return options + (["--config", json.dumps(start.config)] if start.config else [])
+    options, config = ["--model", str(start.target), "--dtype", start.dtype, *_sizes(start)], None
+    if start.config:
+        # Its own answers of earlier turns would be its drafts; jspec forgets them before each turn.
+        forgetful = {"suffix_decoding_max_cached_requests": 0} if start.mode == "suffix" else {}
+        config = forgetful | start.config
+    return options + (["--config", json.dumps(config)] if config else [])
 
 
 def _of_mistralrs(start: Start) -> list[str]:

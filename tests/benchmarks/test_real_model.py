@@ -1,5 +1,6 @@
 """The benchmark of a real model: its tables' figures, and peers that fail."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 import jspec
 from benchmarks import real_model
-from benchmarks.peers.contenders import KINDS, Kind, Peers
+from benchmarks.peers.contenders import KINDS, Kind, Peers, Start
 from jspec.engine import loading
 from jspec.tools.bench.settings import Settings
 from tests.benchmarks import peer_that_answers
@@ -92,6 +93,17 @@ def test_peers_get_the_weights_in_the_layout_of_hugging_face(monkeypatch):
             assert loading.load(folder).params.embedding.dtype == "bfloat16"
     assert name == "vllm, draft model" and start.config == DRAFT | {"model": str(start.draft)}
     assert "no such package" in run.reason and not start.target.exists()
+
+
+def test_suffix_decoding_of_vllm_knows_no_answers_of_earlier_turns():
+    model = Path("model")
+    start = Start("suffix", model, None, "model", {"method": "suffix"}, "bfloat16", 2, 1)
+    options = KINDS["vllm"].options(start)
+    assert json.loads(options[options.index("--config") + 1]) == {
+        "method": "suffix",
+        "suffix_decoding_max_cached_requests": 0,
+    }
+    assert "--config" not in KINDS["vllm"].options(dataclasses.replace(start, config=None))
 
 
 def test_a_line_of_the_table_has_a_cell_for_each_head(results):
