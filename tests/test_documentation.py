@@ -248,9 +248,9 @@ def measured(file):
 
 
 def test_the_readme_shows_the_results_of_the_real_model():
-    shown = table("README.md", 3)
+    shown = table("README.md", 4)
     assert len(shown) == 5
-    runs = "real_model_one", "real_model_one_sampled", "real_model"
+    runs = "real_model_one", "real_model_one_sampled", "real_model", "real_model_sampled"
     results = [row for run in runs for row in measured(f"{run}.json")]
     for row, cells in shown.items():
         method = re.match(r"`(\w+)`", row)[1]
@@ -259,6 +259,14 @@ def test_the_readme_shows_the_results_of_the_real_model():
             for result in results
             if result["config"] and result["config"].get("method") == method
         ]
+
+
+def test_the_page_of_benchmarks_shows_the_results_of_other_programs():
+    text = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (?:jspec|vLLM|transformers|mistral)[^|]*\|(.*)\|$", text, re.MULTILINE)
+    speeds = [float(cell) for row in shown for cell in row.split("|") if cell.strip()]
+    results = [row["tokens_per_second"]["median"] for row in measured("real_model_peers.json")]
+    assert speeds == [round(speed, 1) for speed in results]
 
 
 def test_the_page_of_methods_shows_the_results_of_the_embedded_model():
