@@ -60,11 +60,11 @@ def _of_transformers(start: Start) -> list[str]:
 
 
 def _of_vllm(start: Start) -> list[str]:
-    options, config = ["--model", str(start.target), "--dtype", start.dtype, *_sizes(start)], None
-    if start.config:
-        # Its own answers of earlier turns would be its drafts; jspec forgets them before each turn.
-        forgetful = {"suffix_decoding_max_cached_requests": 0} if start.mode == "suffix" else {}
-        config = forgetful | start.config
+    options = ["--model", str(start.target), "--dtype", start.dtype, *_sizes(start)]
+    config = start.config
+    if start.mode == "suffix":
+        # Its answers of earlier turns would be its drafts; jspec forgets them before each turn.
+        config = {"suffix_decoding_max_cached_requests": 0} | config
     return options + (["--config", json.dumps(config)] if config else [])
 
 

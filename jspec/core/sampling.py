@@ -213,7 +213,7 @@ def top_k(values: Array, count: int) -> tuple[Array, Array]:
     """
     size, shape = values.shape[-1], values.shape[:-1]
     num_blocks = -(-size // _BLOCK)
-    if num_blocks < 4 * count:
+    if num_blocks < 4 * count:  # most entries would be candidates
         return lax.top_k(values, count)
     padding = [(0, 0)] * len(shape) + [(0, -size % _BLOCK)]
     blocks = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*shape, num_blocks, _BLOCK)

@@ -18,7 +18,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.core import kv_cache
+from jspec.core import kv_cache, sampling
 from jspec.core.history import root_token
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter
@@ -117,7 +117,7 @@ class DSpark(DFlash):
         """Draft from one pass over a block, one depth after the other."""
         hidden, base = self._block(params, memory, history)
         if self.dspark_draft_topk is not None:
-            least = lax.top_k(base, self.dspark_draft_topk)[0][..., -1:]
+            least = sampling.top_k(base, self.dspark_draft_topk)[0][..., -1:]
             base = jnp.where(base < least, -jnp.inf, base)
         advance = functools.partial(self._advance, params, hidden, base)
         state = dspark.start(self.config.spark, hidden.shape[0], hidden.dtype)

@@ -2,7 +2,8 @@
 
 ``RULES`` lists them, ``Rule`` describes one and ``verify`` runs one. A rule's walk is a pure
 function of (processed logits, draft, tree, randomness, proposal), so that ``jspec.tools.certify``
-can enumerate the shipped code. ``Plan`` takes the user's own ``Rule`` in place of a name.
+can enumerate the shipped code. Sampled rounds run ``match`` as ``follow``, which draws less; tests
+enumerate both. ``Plan`` takes the user's own ``Rule`` in place of a name.
 """
 
 from jspec.verify.rule import Rule

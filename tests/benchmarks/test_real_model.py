@@ -103,7 +103,8 @@ def test_suffix_decoding_of_vllm_knows_no_answers_of_earlier_turns():
         "method": "suffix",
         "suffix_decoding_max_cached_requests": 0,
     }
-    assert "--config" not in KINDS["vllm"].options(dataclasses.replace(start, config=None))
+    plain = dataclasses.replace(start, mode="plain", config=None)
+    assert "--config" not in KINDS["vllm"].options(plain)
 
 
 def test_a_line_of_the_table_has_a_cell_for_each_head(results):

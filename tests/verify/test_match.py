@@ -28,7 +28,14 @@ def walk(parents, tokens, valid, draws):
     return RULES["match"].walk(processed, draft, tree, draws, "deterministic")[:2]
 
 
-def tree_distribution(parents, tokens, conditionals, valid=None):
+@jax.jit
+def walk_by_follow(parents, tokens, valid, draws):
+    """Return what ``walk`` returns, by ``follow``."""
+    draft = Draft(tokens, parents, valid, max_depth=DEPTH)
+    return follow(lambda node: take(draws, node), draft, trees.from_parents(parents, DEPTH))[:2]
+
+
+def tree_distribution(parents, tokens, conditionals, valid=None, walk=walk):
     """Return the exact distribution of DEPTH + 1 tokens, the target's, and P(0..DEPTH accepted).
 
     Noise belongs to positions, so nodes with equal paths share their draw.
@@ -80,11 +87,12 @@ def random_tree(rng, distinct=True):
     return np.array(parents), np.array(tokens)
 
 
+@pytest.mark.parametrize("walk", [walk, walk_by_follow])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_tree_gives_the_targets_distribution(seed):
+def test_any_tree_gives_the_targets_distribution(seed, walk):
     rng = np.random.default_rng(seed)
     distribution, exact, _ = tree_distribution(
-        *random_tree(rng), context_dependent(seed, V, DEPTH + 1)
+        *random_tree(rng), context_dependent(seed, V, DEPTH + 1), walk=walk
     )
     assert 0.5 * np.abs(distribution - exact).sum() < EXACT
 
@@ -105,11 +113,12 @@ def test_every_node_is_accepted_with_the_target_probability_of_its_path(seed):
     assert accepted @ np.arange(DEPTH + 1) == pytest.approx(sum(chance[1:]), abs=EXACT)
 
 
+@pytest.mark.parametrize("walk", [walk, walk_by_follow])
 @pytest.mark.parametrize("seed", range(3))
-def test_siblings_that_repeat_a_token_do_no_harm(seed):
+def test_siblings_that_repeat_a_token_do_no_harm(seed, walk):
     parents, tokens = random_tree(np.random.default_rng(seed), distinct=False)
     distribution, exact, _ = tree_distribution(
-        parents, tokens, context_dependent(seed, V, DEPTH + 1)
+        parents, tokens, context_dependent(seed, V, DEPTH + 1), walk=walk
     )
     assert 0.5 * np.abs(distribution - exact).sum() < EXACT
 
