@@ -14,15 +14,22 @@ from jspec.util.values import is_real, is_whole
 _CPU_BYTES = 4 * 2**30  # as vLLM's VLLM_CPU_KVCACHE_SPACE
 _ACCELERATOR_SHARE = 0.9  # as vLLM's gpu_memory_utilization
 _FIRST_BYTES = 2**27  # most of a pool that grows
+_MOST_BYTES = 2**63 - 1
+_MOST_INDEX = 2**31 - 2  # of pages and tokens, which the device counts in int32
 
 
 def check(settings: dict[str, int | float | None]) -> None:
     """Refuse values of ``pool_of``'s arguments that are out of range, under their names."""
     for name, value in settings.items():
         is_share = name == "gpu_memory_utilization"
-        holds = is_real(value) and 0 < value <= 1 if is_share else is_whole(value, 1)
+        most = _MOST_BYTES if name == "kv_cache_memory_bytes" else _MOST_INDEX
+        holds = is_real(value) and 0 < value <= 1 if is_share else is_whole(value, 1, most)
         if value is not None and not holds:
-            words = "a number from 0 to 1" if is_share else "a whole number of at least 1"
+            words = "a whole number of at least 1"
+            if is_share:
+                words = "a number from 0 to 1"
+            elif is_whole(value, 1, _MOST_BYTES):
+                words = f"at most {most}"
             raise ValueError(f"{name}={shown(value)} must be {words}.")
 
 
@@ -64,12 +71,13 @@ def pool_of(
       enable_prefix_caching: whether sequences that begin alike share pages.
 
     Raises:
-      ValueError: the bytes do not suffice for one page.
+      ValueError: the bytes do not suffice for one page, or the device has less memory than asked.
     """
     dtype = dtype_of_pages(params)
     each = page_bytes(plan, params, block_size, dtype)
     options = dict(page_size=block_size, enable_prefix_caching=enable_prefix_caching, dtype=dtype)
     if num_gpu_blocks_override is not None:
+        _check_device("num_gpu_blocks_override", num_gpu_blocks_override, each)
         return Pool(plan, params, num_pages=num_gpu_blocks_override + 1, **options)
     name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes
     if limit is None:
@@ -81,6 +89,7 @@ def pool_of(
             "and two are the least; give more, or a smaller block_size."
         )
     if kv_cache_memory_bytes is not None:
+        _check_device("kv_cache_memory_bytes", count, each)
         return Pool(plan, params, num_pages=count, **options)
     first = max(2, min(count, _FIRST_BYTES // max(each, 1), -(-num_tokens // block_size) + 1))
     return Pool(plan, params, num_pages=first, most=count, **options)
@@ -88,11 +97,27 @@ def pool_of(
 
 def _bytes_left(params: Params, share: float | None) -> int:
     """Return the bytes that the weights leave of a share of the device's memory."""
-    device = jax.devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        if share is None:
-            return _CPU_BYTES
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if share is None and _accelerator_bytes() is None:
+        return _CPU_BYTES
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if hasattr(leaf, "nbytes"))
-    return max(0, int((share or _ACCELERATOR_SHARE) * limit) - weights)
+    return max(0, int((share or _ACCELERATOR_SHARE) * _device_bytes()) - weights)
+
+
+def _check_device(name: str, num_pages: int, bytes_of_page: int) -> None:
+    """Refuse pages that take more memory than the device has, before they are allocated."""
+    needed, limit = num_pages * bytes_of_page, _device_bytes()
+    if needed > limit:
+        raise ValueError(
+            f"{name} asks for {num_pages:,} pages, which take {needed:,} bytes, but the device has "
+            f"{limit:,}; ask for less."
+        )
+
+
+def _device_bytes() -> int:
+    """Return the memory of the device, or of the machine on a CPU."""
+    limit = _accelerator_bytes()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
+
+
+def _accelerator_bytes() -> int | None:
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -6,6 +6,7 @@ import pytest
 
 import jspec
 from jspec import SamplingParams
+from jspec.engine import memory
 from tests import llm_fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -110,6 +111,12 @@ def test_threads_share_a_small_cache(both):
         (dict(block_size=0), "block_size=0 must be a whole number of at least 1"),
         (dict(kv_cache_memory_bytes=2.5), "kv_cache_memory_bytes=2.5 must be a whole number"),
         (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization=1.5 must be a number from 0 to"),
+        (
+            dict(num_gpu_blocks_override=10**9),
+            "num_gpu_blocks_override asks for 1,000,000,000 pages, which take",
+        ),
+        (dict(num_gpu_blocks_override=2**31), "=2147483648 must be at most 2147483646"),
+        (dict(kv_cache_memory_bytes=2**60), "kv_cache_memory_bytes asks for"),
         (dict(kv_cache_memory_bytes=10), "kv_cache_memory_bytes leaves 10 bytes, but one page of"),
         (dict(enable_prefix_caching=1), "enable_prefix_caching=1 must be True, False or None"),
         (
@@ -124,3 +131,7 @@ def test_threads_share_a_small_cache(both):
 )
 def test_settings_of_the_cache_are_checked(both, settings, message):
     assert message in complaint(jspec.LLM, both["target"], **settings)
+
+
+def test_bytes_of_the_cache_may_be_beyond_int32():
+    memory.check({"kv_cache_memory_bytes": 2**33})
