@@ -83,6 +83,13 @@ def read(file: GgufFile) -> dict:
     Raises:
       ValueError: the architecture or a setting is not supported, or a size is missing.
     """
+    if (kind := file.get("general.type", "model")) != "model":
+        remedy = (
+            "merge it into its model first (llama.cpp's llama-export-lora)"
+            if kind == "adapter"
+            else "give the file of the model itself"
+        )
+        raise ValueError(f"it is of type {shown(kind)}, not a model; {remedy}")
     architecture = _architecture(file)
     name = file.get("general.architecture")
     wrong = [
@@ -218,18 +225,20 @@ def _llama3(file: GgufFile, raw: dict) -> dict:
 
 
 # Tokens that end an answer wherever they exist; files name only one or two of them.
-_ENDS = (
+ENDS = (
     *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<end_of_turn>", "<|endofturn|>", "<|return|>", "<|call|>", "<EOT>", "[EOT]", "[EOS]"),
+    *("_<EOT>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
 )
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 CONTROL = 3  # ggml's type of special tokens
 
 
 def end_ids(file: GgufFile) -> list[int]:
-    """Return the end-of-text ids of the metadata, and the special tokens of known texts."""
+    """Return the end-of-text ids of the metadata, and the tokens of known texts.
+
+    Their type does not count, as in llama.cpp: some files mark them as tokens of the user.
+    """
     named = {file.get(f"tokenizer.ggml.{key}") for key in _END_KEYS} - {None}
     tokens = file.get("tokenizer.ggml.tokens", [])
-    kinds = file.get("tokenizer.ggml.token_type") or [CONTROL] * len(tokens)
-    ends = {i for i, text in enumerate(tokens) if text in _ENDS and kinds[i : i + 1] == [CONTROL]}
-    return sorted({int(i) for i in named} | ends)
+    return sorted({int(i) for i in named} | {i for i, t in enumerate(tokens) if t in ENDS})

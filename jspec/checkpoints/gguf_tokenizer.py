@@ -8,7 +8,8 @@ llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tok
 import functools
 from typing import Any
 
-from jspec.checkpoints.gguf_config import CONTROL
+from jspec.checkpoints import model_files
+from jspec.checkpoints.gguf_config import CONTROL, ENDS
 from jspec.checkpoints.gguf_files import GgufFile
 from jspec.util.messages import shown
 
@@ -67,7 +68,7 @@ def read(file: GgufFile) -> Any:
     """Return the tokenizer of a GGUF file, a ``transformers.PreTrainedTokenizerFast``.
 
     Raises:
-      ValueError: there is none, or its kind is not known.
+      ValueError: there is none, it is damaged, or its kind is not known.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -82,16 +83,30 @@ def read(file: GgufFile) -> Any:
     text = lambda key: None if (i := get(f"{key}_token_id")) is None else _at(file, tokens, key, i)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     special = {f"{name}_token": text(key) for name, key in names.items()}
-    tokenizer = _KINDS[kind](file, tokens)
+    tokenizer = _made(file, tokens)
     _add_tokens(tokenizer, tokens, get("token_type", []))
     _add_ends(tokenizer, file, special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=_templates(file),
         clean_up_tokenization_spaces=False,
+        name_or_path=str(file.path),
         model_max_length=file.get("{arch}.context_length", int(1e30)),
         **{name: token for name, token in special.items() if token is not None},
     )
+
+
+def _made(file: GgufFile, tokens: list[str]) -> Any:
+    """Return the tokenizer of ``tokenizers``, which raises bare exceptions for damaged tables."""
+    try:
+        return _KINDS[file.get("tokenizer.ggml.model")](file, tokens)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{file.path} has a damaged tokenizer ({model_files.first_line(error)}); download it "
+            "again, or pass tokenizer= with the original model's directory or hub id"
+        ) from None
 
 
 def _at(file: GgufFile, tokens: list[str], key: str, index: int) -> str:
@@ -170,11 +185,12 @@ _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _add_tokens(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Mark the tokens that texts contain as a whole; control tokens are special."""
+    """Mark the tokens that texts contain as a whole; control tokens and ends are special."""
     from tokenizers import AddedToken
 
     added = functools.partial(AddedToken, normalized=False)
-    of = lambda *wanted: [t for t, kind in zip(tokens, kinds, strict=False) if kind in wanted]
+    typed = [(t, CONTROL if t in ENDS else k) for t, k in zip(tokens, kinds, strict=False)]
+    of = lambda *wanted: [token for token, kind in typed if kind in wanted]
     tokenizer.add_special_tokens([added(t, special=True) for t in of(CONTROL, _UNKNOWN)])
     tokenizer.add_tokens([added(t) for t in of(_USER_DEFINED)])
 

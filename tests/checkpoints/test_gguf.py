@@ -176,6 +176,9 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
         kind="Q8_1"
     )
     assert "its metadata lack llama.block_count, llama.embedding_length" in written()
+    assert "of type 'adapter', not a model; merge it into its model first" in written(
+        type="adapter"
+    )
     assert "not supported: llama.expert_count=8" in written(expert_count=8)
     assert "does not exist; give a GGUF file" in refusal(tmp_path / "none.gguf")
 

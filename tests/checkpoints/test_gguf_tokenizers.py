@@ -116,6 +116,12 @@ def test_the_end_of_text_ids_are_those_named_and_those_of_known_texts(byte_level
     assert ends() == [0, 2]
     assert ends(eot_token_id=5, eom_token_id=7) == [0, 2, 5, 7]
     assert ends(token_type=[]) == [0, 2]
+    # llama.cpp takes <|im_end|> for an end whatever its type, and so do we.
+    kinds = [3, 3, 4, *byte_level[1]["token_type"][3:]]
+    assert ends(token_type=kinds, eos_token_id=0) == [0, 2]
+    tokenizer = read(**byte_level[1] | {"token_type": kinds, "eos_token_id": 0}, pre="gpt-2")
+    assert ids(tokenizer, "<|im_end|>") == [2]
+    assert tokenizer.decode([2], skip_special_tokens=True) == ""
 
 
 def test_sentencepiece_files_split_texts_as_sentencepiece_does():
@@ -158,6 +164,7 @@ def test_tokenizers_that_are_not_understood_are_refused_by_name(byte_level):
         ({"model": "bert"}, "tokenizer.ggml.model 'bert'; known: gpt2, llama"),
         ({"pre": "new"}, "splits texts as 'new' .* pass tokenizer= with the original model's"),
         ({"eos_token_id": 9999}, "eos_token_id=9999 is outside the vocabulary of 700"),
+        ({"merges": ["no such"]}, "has a damaged tokenizer .*; download it again, or pass token"),
         ({"model": "llama", "scores": [1.0]}, "has 700 tokens and 1 scores; download it again"),
     ):
         with pytest.raises(ValueError, match=message):
