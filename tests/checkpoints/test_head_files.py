@@ -442,7 +442,7 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, 
         ("eagle3", {"fc_norm": True}, "3 missing: fc_norm.0.weight, fc_norm.1.weight"),
         ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
         ("eagle3", {"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
-        ("eagle3", {"num_hidden_layers": 2}, "9 missing: layers.1.input_layernorm.weight"),
+        ("eagle", {"num_hidden_layers": 2}, "9 missing: layers.1.input_layernorm.weight"),
         ("eagle3", {"attention_bias": True}, "4 missing: layers.0.self_attn.q_proj.bias"),
         ("eagle3", {"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4, but"),
         ("eagle3", {"eagle_config": [1]}, "eagle_config must be an object"),
@@ -606,3 +606,9 @@ def test_params_that_do_not_fit_are_not_saved(tmp_path):
     with pytest.raises(ValueError, match="target_config has a vocabulary of 40, but the head is"):
         head_files.save_head(tmp_path, EAGLE3, random_head(EAGLE3), other)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_midlayer_head_has_one_block_whatever_its_config_counts(tmp_path):
+    save(tmp_path, "eagle3")
+    directories.edit(tmp_path, num_hidden_layers=40)  # the target's, in the authors' Vicuna head
+    assert head_files.load_head(tmp_path, TARGET).config.network.num_layers == 1

@@ -101,14 +101,14 @@ def _select(raw: dict, tensors: Tensors, config: EagleConfig) -> Tensors:
     return selected
 
 
-def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> EagleConfig:
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> EagleConfig:
     from_library = speculators.KEY in raw
     inner = _network_config(raw) if from_library else raw
     vocab, hidden = (common.whole(inner, key) for key in ("vocab_size", "hidden_size"))
     draft_vocab = common.whole_or(raw, "draft_vocab_size", vocab)
     nonzero = bool(np.any(tensors.get("fc.bias", True)))
     fields = {
-        "network": _network(inner, tensors, draft_vocab),
+        "network": _network(inner, tensors, draft_vocab, layout),
         "target_hidden_size": common.whole_or(raw, "target_hidden_size", hidden),
         "target_vocab_size": vocab,
         **base.separate(tensors),
@@ -166,8 +166,13 @@ def _network_config(raw: dict) -> dict:
     return families.FAMILIES[kind].defaults | inner  # the library's networks are transformers'
 
 
-def _network(inner: dict, tensors: Tensors, vocab: int) -> DecoderConfig:
-    """Return the config of the head's blocks."""
+def _network(inner: dict, tensors: Tensors, vocab: int, layout: str) -> DecoderConfig:
+    """Return the config of the head's blocks.
+
+    Layout ``eagle3`` has one. Some of its files state the target's number of layers.
+    """
+    if layout == "eagle3":
+        inner = inner | {"num_hidden_layers": 1}
     network = llama.FAMILY.read({key: inner[key] for key in _NETWORK_KEYS if key in inner})
     attention = f"{FIRST}.self_attn"
     biases = {
