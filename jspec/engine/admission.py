@@ -16,6 +16,7 @@ from jspec.engine.loop import DecodeState, prefill
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.util.buckets import bucket
+from jspec.util.promotion import standard_promotion
 
 PREFILL_CHUNK = 512  # tokens of a prompt per launch: bounds the memory of a prefill
 _WHOLE_CHUNK = 128  # a chunk up to which padding costs less than another pass
@@ -139,6 +140,7 @@ def chunk_widths(longest: int, scoring: Scoring | None = None) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
 def allocate(
     plan: Plan,
     params: Params,
@@ -159,6 +161,7 @@ def _with_keys(request: Request, streams: Array) -> Request:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
 def empty_state(
     plan: Plan,
     params: Params,
@@ -187,6 +190,7 @@ def empty_state(
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@standard_promotion
 def join(
     state: DecodeState, row: DecodeState, request: Request, streams: Array, slot: Array
 ) -> tuple[Request, DecodeState]:

@@ -18,6 +18,7 @@ from jspec.core.types import Array
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads.network import SharingSizes
 from jspec.util.messages import shown
+from jspec.util.promotion import standard_promotion
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +74,7 @@ class LoadedModel:
 
 
 @functools.partial(jax.jit, static_argnames="target")
+@standard_promotion
 def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
     """Run a text as a chain of nodes after an empty prefix."""
     batch, length = tokens.shape
@@ -92,7 +94,8 @@ def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> Lo
     """
     if isinstance(model, LoadedModel):
         return model
-    return LoadedModel(model, *checkpoint.load_pretrained(_path(model), _chosen(dtype)))
+    checkpoint.eos_token_ids(_path(model))  # raises before the weights are read, which takes long
+    return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype)))
 
 
 def _chosen(dtype: Any) -> Any:

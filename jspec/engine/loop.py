@@ -31,6 +31,7 @@ from jspec.engine import launches
 from jspec.engine.budget import Budget
 from jspec.engine.launches import Launch, Profile
 from jspec.engine.plan import Pass, Plan, RoundPlan
+from jspec.util.promotion import standard_promotion
 
 
 @struct.dataclass
@@ -69,6 +70,7 @@ Carry = tuple[Shared, DecodeState, Launch | None]
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
+@standard_promotion
 def decode(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, until: Array
 ) -> tuple[Shared, DecodeState]:
@@ -84,6 +86,7 @@ def decode(
 @functools.partial(
     jax.jit, static_argnames=("plan", "profile"), donate_argnames=("shared", "state")
 )
+@standard_promotion
 def launch(
     plan: RoundPlan,
     profile: Profile,
@@ -322,6 +325,7 @@ def _pad(
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "scoring"), donate_argnames="state")
+@standard_promotion
 def prefill(
     plan: Plan,
     params: Params,
@@ -368,6 +372,7 @@ def init_shared(plan: Plan) -> Shared:
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
+@standard_promotion
 def cancel(
     plan: Plan, request: Request, shared: Shared, state: DecodeState, rows: Array
 ) -> tuple[Request, Shared, DecodeState]:

@@ -18,6 +18,7 @@ from jspec.engine import launches
 from jspec.engine.launches import Launch, Profile
 from jspec.engine.loop import DecodeState, first_half, second_half
 from jspec.engine.plan import RoundPlan
+from jspec.util.promotion import standard_promotion
 
 
 @struct.dataclass
@@ -43,6 +44,7 @@ class Halfway:
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+@standard_promotion
 def draft_alone(
     plan: RoundPlan,
     params: Params,
@@ -64,6 +66,7 @@ def draft_alone(
 @functools.partial(
     jax.jit, static_argnames=("plan", "profile"), donate_argnames=("shared", "state")
 )
+@standard_promotion
 def verify_alone(
     plan: RoundPlan,
     profile: Profile,

@@ -31,6 +31,7 @@ from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.util.messages import shown
+from jspec.util.promotion import standard_promotion
 from jspec.util.values import is_whole
 
 PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
@@ -411,6 +412,7 @@ def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = 
 
 
 @functools.partial(jax.jit, static_argnames="count")
+@standard_promotion
 def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     grow = lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1)))
     return jax.tree.map(grow, buffers)

@@ -24,6 +24,7 @@ from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench.contenders import Ours
+from jspec.util.promotion import standard_promotion
 
 _ROUNDS, _REPEATS = 6, 4  # rounds that are timed; runs of each part, of which the best counts
 _WARM_UP = 2  # rounds before them: a drafter may still prefill
@@ -99,11 +100,13 @@ def _shares(plan: Plan, params: Params, prefilled: Callable[[], Batch], rounds: 
 
 
 @jax.jit
+@standard_promotion
 def _launch() -> Array:
     return jnp.int32(0)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
 def _drafted(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
@@ -117,6 +120,7 @@ def _drafted(
 
 
 @functools.partial(jax.jit, static_argnames=("size", "plan"))
+@standard_promotion
 def _logits(
     size: Pass, plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:

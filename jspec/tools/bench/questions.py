@@ -145,7 +145,7 @@ def _read_file(path: Path) -> Iterator[Question]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     try:
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if suffixes[-1:] == [".gz"] else raw).decode("utf-8")
+        text = (gzip.decompress(raw) if suffixes[-1:] == [".gz"] else raw).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not set(suffixes) & set(_JSON):

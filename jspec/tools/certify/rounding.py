@@ -22,6 +22,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
+from jspec.util.promotion import standard_promotion
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
 _LARGEST_GAP = 2.0**14
@@ -97,6 +98,7 @@ def _empty(target: Target, batch: int, capacity: int) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames="target")
+@standard_promotion
 def _feed(target: Target, params, cache: kv_cache.KVCache, chunks: Array) -> Array:
     """Logits of the first row behind each token of ``chunks`` [C, W]: [C * W, V]."""
     batch, size = len(cache.length), chunks.shape[1]
@@ -156,6 +158,7 @@ def _nudged(logits: np.ndarray, first: int, second: int, change: float) -> np.nd
 
 
 @jax.jit
+@standard_promotion
 def _draws(logits: Array, settings: Sampling, keys: Array, positions: Array) -> Array:
     """The draws of one row at each of ``positions`` [1, C] from ``logits`` [1, C, V]: [1, C]."""
     processed = sampling.process_logits(logits, settings)

@@ -19,6 +19,7 @@ from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Drafter, Params, Request, Shared, Tree
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
+from jspec.util.promotion import standard_promotion
 
 # Conditions that every draft must meet, in words for its author.
 CONDITIONS = (
@@ -84,6 +85,7 @@ def observed(plan: Plan) -> Plan:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
 def watch(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, share: Array
 ) -> tuple[Shared, DecodeState, Observation]:

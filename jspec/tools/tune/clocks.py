@@ -23,6 +23,7 @@ from jspec.engine.profile import Profile
 from jspec.tools.bench.timing import Contender, Sample, race
 from jspec.tools.tune.settings import Settings
 from jspec.tools.tune.workload import Workload
+from jspec.util.promotion import standard_promotion
 
 _MANY = 13  # repetitions in the longer launch
 _SECONDS = 0.2  # of a sample, at least
@@ -122,6 +123,7 @@ def timed(clocks: Sequence[Clock], settings: Settings) -> list[float]:
 
 
 @functools.partial(jax.jit, static_argnames=("target", "size"))
+@standard_promotion
 def _passes(target: Target, size: int, params, history: History, cache, count: int) -> Array:
     """Run ``count`` passes over chains of N = ``size`` nodes; return int32 [B, N].
 
