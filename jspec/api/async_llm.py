@@ -77,7 +77,7 @@ class RunningRequest:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that the prefix cache had."""
-        return max((ticket.num_cached for ticket in self._tickets), default=0)
+        return max((ticket.answer.num_cached_tokens for ticket in self._tickets), default=0)
 
     async def _news(self) -> None:
         if self._error is None:

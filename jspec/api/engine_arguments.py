@@ -1,4 +1,4 @@
-"""Arguments of vLLM's ``LLM`` that jspec has no use for.
+"""Arguments of vLLM's ``LLM``, and of its calls, that jspec has no use for.
 
 Values without an effect are accepted, so that programs written for vLLM run. All others raise.
 """
@@ -34,7 +34,28 @@ _NEUTRAL: dict[str, tuple[tuple, str]] = {
     "hf_token": (_NONE, "log in with `hf auth login`"),
     "hf_overrides": ((None, {}), "edit config.json"),
     "compilation_config": (_NONE, "set XLA_FLAGS"),
-    "async_scheduling": (_OFF, "there is no scheduler"),
+    "async_scheduling": (
+        (None, True, False),
+        "it is True or False, without an effect: the next launch never waits for the last one",
+    ),
+    "generation_config": (
+        (None, "vllm"),
+        "requests have the values of SamplingParams; the server reads generation_config.json",
+    ),
+    "override_generation_config": ((None, {}), "give SamplingParams"),
+    "logits_processors": ((None, []), "give them to SamplingParams"),
+    "structured_outputs_config": ((None, {}), "structured_outputs need no settings"),
+    "scheduling_policy": ((None, "fcfs"), "requests of an LLM run in their order"),
+    "model_impl": ((None, "auto"), "models are those of jspec"),
+    "config_format": ((None, "auto", "hf"), "config.json and GGUF are read"),
+    "download_dir": (_NONE, "set HF_HOME"),
+    "served_model_name": (_NONE, "jspec serve has it"),
+    "attention_backend": (_NONE, "the device decides"),
+    "enable_expert_parallel": (_OFF, "there is one device"),
+    "enable_sleep_mode": (_OFF, "delete the LLM to free its memory"),
+    "enable_prompt_embeds": (_OFF, "prompts are text or token ids"),
+    "allowed_local_media_path": ((None, ""), "prompts are text"),
+    "use_tqdm_on_load": ((None, True, False), "it is True or False, without an effect"),
     "enable_lora": (_OFF, "merge the adapter into the model"),
     "disable_log_stats": ((None, True, False), "it is True or False, without an effect"),
     "disable_custom_all_reduce": ((None, True, False), "it is True or False, without an effect"),
@@ -45,6 +66,13 @@ _NEUTRAL: dict[str, tuple[tuple, str]] = {
     "limit_mm_per_prompt": ((None, {}), "prompts are text"),
     "pooler_config": (_NONE, "jspec generates text"),
 }
+# Those of ``generate`` and ``chat``.
+_NEUTRAL_OF_CALLS: dict[str, tuple[tuple, str]] = {
+    "lora_request": (_NONE, "merge the adapter into the model"),
+    "priority": ((None, 0), "the prompts of a call run in their order; AsyncLLM has priorities"),
+    "tokenization_kwargs": ((None, {}), "give prompt_token_ids"),
+    "mm_processor_kwargs": ((None, {}), "prompts are text"),
+}
 
 
 def is_of_vllm(name: str) -> bool:
@@ -53,17 +81,31 @@ def is_of_vllm(name: str) -> bool:
 
 
 def check(owner: str, given: Mapping[str, Any], known: Callable[..., Any]) -> None:
-    """Check the arguments that ``known`` does not have.
+    """Check the arguments of an ``LLM`` that ``known`` does not have.
 
     Raises:
       ValueError: an argument is unknown, or is vLLM's and has an effect.
     """
+    _check(owner, given, known, _NEUTRAL)
+
+
+def check_call(owner: str, given: Mapping[str, Any], known: Callable[..., Any]) -> None:
+    """Check the arguments of a call that ``known`` does not have; errors are those of ``check``."""
+    _check(owner, given, known, _NEUTRAL_OF_CALLS)
+
+
+def _check(
+    owner: str,
+    given: Mapping[str, Any],
+    known: Callable[..., Any],
+    neutral: Mapping[str, tuple[tuple, str]],
+) -> None:
     names = inspect.signature(known).parameters
     for name, value in given.items():
-        values, reason = _NEUTRAL.get(name, ((), ""))
+        values, reason = neutral.get(name, ((), ""))
         if any(type(value) is type(each) and value == each for each in values):
             continue
-        if name in _NEUTRAL:
+        if name in neutral:
             raise ValueError(f"{owner}: {name}={shown(value)} is not supported: {reason}.")
-        guess = did_you_mean(name, [*names, *_NEUTRAL]) or "; leave it out."
+        guess = did_you_mean(name, [*names, *neutral]) or "; leave it out."
         raise ValueError(f"{owner} has no {shown(name)}{guess}")

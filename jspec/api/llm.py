@@ -53,7 +53,7 @@ class LLM:
       max_model_len: longest sequence, prompt included; None for the target's limit.
       seed: 0 or more; with the request's number, the noise of requests without a seed. The same
         seed gives the same texts in every ``LLM``, as in vLLM.
-      max_num_seqs: sequences that run together. Texts do not depend on it.
+      max_num_seqs: sequences that run together; None for 32. Texts do not depend on it.
       per_request_stats: None, "summary" (the same) or "detailed", which adds every round's drafted
         and accepted tokens to ``speculative_decoding_stats``.
       tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
@@ -86,7 +86,7 @@ class LLM:
         dtype: str | None = None,
         max_model_len: int | None = None,
         seed: int = 0,
-        max_num_seqs: int = MAX_NUM_SEQS,
+        max_num_seqs: int | None = None,
         per_request_stats: str | None = None,
         tokenizer: Any = None,
         logprobs_mode: str = "raw_logprobs",
@@ -100,6 +100,7 @@ class LLM:
         **unknown: Any,
     ):
         engine_arguments.check("LLM", unknown, LLM)
+        max_num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
         speculative = config.read(speculative_config)
         logprobs.check_mode(logprobs_mode)
         for name, value, holds, words in (
@@ -143,7 +144,11 @@ class LLM:
         self._num_requests = 0
 
     def generate(
-        self, prompts: Any, sampling_params: Settings = None, use_tqdm: bool = False
+        self,
+        prompts: Any,
+        sampling_params: Settings = None,
+        use_tqdm: bool = False,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts.
 
@@ -152,11 +157,13 @@ class LLM:
             or of lists of token ids.
           sampling_params: one for all or a list of one each; None for ``SamplingParams()``.
           use_tqdm: show a progress bar.
+          unknown: other arguments of vLLM's ``generate``, with values that have no effect here.
 
         Raises:
           ValueError: a prompt is empty, does not fit the model, or needs a missing tokenizer.
             Nothing has run then.
         """
+        engine_arguments.check_call("generate", unknown, LLM.generate)
         batch = self.resolve(prompts, sampling_params)
         rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
         for _ in self._run(batch, rounds, use_tqdm):
@@ -171,18 +178,22 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
 
-        ``sampling_params`` and ``use_tqdm`` are those of ``generate``, the others of
+        ``sampling_params``, ``use_tqdm`` and ``unknown`` are those of ``generate``, the others of
         ``chat_prompts``.
         """
+        engine_arguments.check_call("chat", unknown, LLM.chat)
         rendered = self.chat_prompts(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
@@ -194,6 +205,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
@@ -203,9 +215,10 @@ class LLM:
           messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
           chat_template: Jinja, or the path of a file with it; None for the tokenizer's own.
           add_generation_prompt: whether to open the assistant's turn at the end.
+          continue_final_message: whether to leave the last message open, so that the text goes on
+            with it. It excludes ``add_generation_prompt``.
           tools: descriptions of functions, for the template.
-          chat_template_kwargs: more variables of the template, such as ``documents`` and
-            ``continue_final_message`` (without ``add_generation_prompt``).
+          chat_template_kwargs: more variables of the template, such as ``documents``.
 
         Raises:
           ValueError: there is no tokenizer or no chat template, the template refuses the messages,
@@ -213,6 +226,8 @@ class LLM:
         """
         variables = prompts.variables_of(chat_template_kwargs)
         variables["add_generation_prompt"] = add_generation_prompt
+        if continue_final_message:
+            variables["continue_final_message"] = True
         if tools is not None:
             variables["tools"] = prompts.tools_of(tools, variables)
         return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)

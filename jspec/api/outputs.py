@@ -57,6 +57,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None  # of the prompt, read from the prefix cache
 
     @property
     def speculative_decoding_stats(self) -> dict[str, Any] | None:

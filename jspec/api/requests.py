@@ -47,6 +47,10 @@ class GenerationRequest:
             outputs=texts,
             finished=all(text.finished() for text in texts),
             prompt_logprobs=drawn[0].prompt_logprobs(),
+            num_cached_tokens=max(
+                (text.answer.num_cached_tokens for text in drawn if text.answer is not None),
+                default=0,
+            ),
         )
 
 

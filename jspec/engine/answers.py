@@ -27,6 +27,7 @@ class Answer:
     nodes: tuple[np.ndarray, np.ndarray] | None = None  # (tokens, parents) of each round, [r, N]
     logprobs: Logprobs | None = None  # of ``tokens``
     prompt_logprobs: Logprobs | None = None  # of the prompt's tokens except the first
+    num_cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
     @property
     def rounds(self) -> int:

@@ -75,7 +75,6 @@ class Ticket:
     num_preemptions: int = 0
     follower: Follower | None = None  # of a grammar on the host
     begin: float | None = None  # seconds of time.perf_counter, when it first left the queue
-    num_cached: int = 0  # tokens of the prompt that known pages had then
     is_suspect: bool = False  # of having made a launch fail: it must run alone
     error: Exception | None = None  # that ended it
 
@@ -158,8 +157,10 @@ class Engine:
         on_launch: Callable[[Launch], None] | None = None,
         joins_together: bool = True,
     ):
-        for name, value in (("num_slots", num_slots), ("max_num_queued", max_num_queued)):
-            if value is not None and not is_whole(value, 1):
+        sizes = dict(num_slots=num_slots, capacity=capacity, max_num_queued=max_num_queued)
+        for name, value in sizes.items():
+            is_default = value is None and name == "max_num_queued"
+            if not is_default and not is_whole(value, 1):
                 raise ValueError(f"{name}={shown(value)} must be whole and at least 1.")
         validation.check_params(plan.target, plan.drafter, params)
         self.plan, self.params, self.pool = plan, params, pool
@@ -406,7 +407,10 @@ class Engine:
             cached[len(tickets)] = num_known
             tickets.append(heapq.heappop(self._waiting))
             if tickets[-1].begin is None:
-                tickets[-1].begin, tickets[-1].num_cached = time.perf_counter(), num_known
+                tickets[-1].begin = time.perf_counter()
+                tickets[-1].answer = dataclasses.replace(
+                    tickets[-1].answer, num_cached_tokens=num_known
+                )
             self.profile = self.profile.grown([tickets[-1].sequence])
         if tickets:
             self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))

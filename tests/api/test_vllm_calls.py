@@ -123,3 +123,39 @@ def test_halves_of_surrogate_pairs_are_one_clear_line(llm):
     assert message in complaint(llm.chat, fox, chat_template="{{ '\ud83d' }}")
     with pytest.raises(ValueError, match=r"bad_words=.* must be text without halves of surrogate"):
         jspec.SamplingParams(bad_words=["\ud83d"])
+
+
+def test_neutral_arguments_of_calls_are_accepted_and_others_refused_by_name(target, llm):
+    [plain] = llm.generate("fox", GREEDY)
+    neutral = dict(lora_request=None, priority=None, tokenization_kwargs=None)
+    assert llm.generate("fox", GREEDY, **neutral)[0].outputs == plain.outputs
+    message = complaint(llm.generate, "fox", GREEDY, lora_request="adapter")
+    assert message == (
+        "generate: lora_request='adapter' is not supported: merge the adapter into the model."
+    )
+    message = complaint(llm.generate, "fox", GREEDY, priorty=1)
+    assert message == "generate has no 'priorty'; did you mean 'priority'?"
+    chat = [{"role": "user", "content": "fox"}]
+    options = dict(continue_final_message=False, lora_request=None)
+    assert llm.chat(chat, GREEDY, **options)[0].outputs == llm.chat(chat, GREEDY)[0].outputs
+    for settings in (
+        dict(generation_config=None, logits_processors=None, max_num_seqs=None),
+        dict(generation_config="vllm", async_scheduling=True),
+    ):
+        assert jspec.LLM(target, **settings).max_num_seqs == llm.max_num_seqs
+    message = complaint(jspec.LLM, target, generation_config="auto")
+    assert "generation_config='auto' is not supported: requests have the values of" in message
+
+
+def test_an_open_last_message_is_continued(llm):
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "jum"}]
+    options = dict(continue_final_message=True, add_generation_prompt=False)
+    assert llm.chat_prompts(chat, **options)[0]["prompt"].endswith("jum")
+    assert "are not compatible" in complaint(llm.chat, chat, continue_final_message=True)
+
+
+def test_outputs_count_the_tokens_that_the_prefix_cache_had(target):
+    llm = jspec.LLM(target, block_size=8)
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 6}
+    counts = [llm.generate(prompt, GREEDY)[0].num_cached_tokens for _ in range(2)]
+    assert counts == [0, 16]
