@@ -7,7 +7,7 @@ enumerate both. ``Plan`` takes the user's own ``Rule`` in place of a name.
 """
 
 from jspec.verify.rule import Rule
-from jspec.verify.rules import RULES, load_rule, synthetic, typical
+from jspec.verify.rules import MAKERS, RULES, load_rule, synthetic, typical
 from jspec.verify.verdicts import verify
 
-__all__ = ["RULES", "Rule", "load_rule", "synthetic", "typical", "verify"]
+__all__ = ["MAKERS", "RULES", "Rule", "load_rule", "synthetic", "typical", "verify"]

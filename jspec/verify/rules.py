@@ -53,6 +53,9 @@ RULES = {
     )
 }
 
+# The rules with settings of their own, and the functions that make them.
+MAKERS = {"typical": typical, "synthetic": synthetic}
+
 
 def load_rule(path: str, key: str = "rule") -> Rule:
     """Import the user's ``Rule`` at a path such as ``"my_package.rules.MINE"``; raise ValueError.

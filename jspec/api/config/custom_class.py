@@ -12,6 +12,7 @@ which jspec calls once, after it loads the target's weights. The other methods g
 
 import dataclasses
 import inspect
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol, get_type_hints, runtime_checkable
@@ -35,7 +36,7 @@ _OURS = {
     "adaptive_length",
     "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
-    *sum(RULE_KEYS.values(), ()),
+    *itertools.chain(*RULE_KEYS.values()),
 }
 _SETTINGS = tuple(get_type_hints(Drafter))  # inherited ones too
 _METHODS = ("init", "prefill", "propose", "update")

@@ -270,10 +270,10 @@ RULE_NAMES = {
     "synthetic": "synthetic",
     "typical": "typical",
 }
-# The keys of a rule; other rules refuse them.
+# The keys of a rule, with the arguments of its maker that they stand for; other rules refuse them.
 RULE_KEYS = {
-    "synthetic": ("synthetic_acceptance_rates", "synthetic_acceptance_length"),
-    "typical": ("posterior_threshold", "posterior_alpha"),
+    "synthetic": {"synthetic_acceptance_rates": "rates", "synthetic_acceptance_length": "length"},
+    "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
 }
 RULES_NOT_BUILT = ("fly", "lenient")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more

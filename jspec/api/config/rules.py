@@ -3,7 +3,6 @@
 Unknown rules raise ValueError, and so do settings that are out of range or another rule's.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,19 +21,18 @@ def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
             raise ValueError(f"{named} are only valid with rejection_sample_method={other!r}.")
     if isinstance(rule, verify.Rule):
         return rule
-    keys = RULE_KEYS.get(rule, ())
-    settings = [values[key] for key in keys]
-    for key, value in zip(keys, settings, strict=True):
-        checking.check_real(key, value, listed=key == "synthetic_acceptance_rates")
+    arguments = RULE_KEYS.get(rule)
+    if arguments is None:
+        return rule
+    for key in arguments:
+        checking.check_real(key, values[key], listed=key == "synthetic_acceptance_rates")
+    given = {name: values[key] for key, name in arguments.items() if values[key] is not None}
     if rule == "synthetic":
         # The depth of a published tree is not known yet: Plan compares it with the rates.
-        _check_rates(*settings, values["num_speculative_tokens"] or values["tree_depth"])
-        return verify.synthetic(*settings)
-    if all(value is None for value in settings):
-        return rule
-    defaults = dataclasses.astuple(verify.RULES[rule].walk)
-    pairs = zip(settings, defaults, strict=True)
-    return verify.typical(*(old if new is None else new for new, old in pairs))
+        depth = values["num_speculative_tokens"] or values["tree_depth"]
+        _check_rates(given.get("rates"), given.get("length"), depth)
+    made = verify.MAKERS[rule](**given)  # raises where a setting has no default
+    return made if given else rule
 
 
 def _rule(name: Any) -> str | verify.Rule:
