@@ -6,6 +6,7 @@ model, ``generate`` with it, or build a ``Plan`` and run ``decode`` or ``step`` 
 
 import importlib
 import importlib.util
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("jspec-decoding")
     if name not in _MODULE_OF:
         path = f"{__name__}.{name}"
         if name.startswith("_") or not name.isidentifier() or not importlib.util.find_spec(path):

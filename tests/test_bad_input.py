@@ -3,14 +3,18 @@
 import dataclasses
 import inspect
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 from transformers import PreTrainedTokenizerBase
 
 import jspec
 from jspec import SamplingParams
 from jspec.api import prompts
+from jspec.engine.engine import Engine
 from jspec.engine.loop import launch
 from tests import llm_fixtures
 
@@ -191,6 +195,11 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         ({"dtype": "int8"}, "dtype 'int8' is not supported; pass one of float32, bfloat16"),
         ({"dtype": 5}, "is not supported; pass one of float32"),
         ({"tokenizer": "no/such/tokenizer/anywhere"}, "tokenizer='no/such/tokenizer/anywhere': "),
+        (
+            {"tokenizer": tokenizers.Tokenizer(tokenizers.models.BPE())},
+            "must be a directory, or a tokenizer of transformers; wrap it: transformers.Pre",
+        ),
+        ({"speculative_config": {"method": "EAGLE3"}}, "; did you mean 'eagle3'?"),
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens must be provided"),
         ({"speculative_config": NGRAM | {"model_name": "x"}}, "has no key 'model_name'"),
     ],
@@ -275,3 +284,51 @@ def test_logits_of_invalid_token_ids_are_refused(root, token_ids, message):
 def test_a_long_prompt_is_shown_shortened():
     assert len(complaint(prompts.read, {1: "x" * 500}, list)) < 300
     assert len(complaint(prompts.read, [["x" * 500]], list)) < 300
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id must be a token id or a"),
+        ("generation_config.json", '{"eos_token_id": "0"}', "eos_token_id must be a token id or a"),
+    ],
+)
+def test_end_of_text_ids_are_read_when_the_model_is_loaded(paths, tmp_path, file, content, message):
+    shutil.copytree(paths["target"], tmp_path / "model")
+    (tmp_path / "model" / file).write_text(content)
+    assert message in complaint(jspec.LLM, tmp_path / "model")
+
+
+def test_files_may_begin_with_a_byte_order_mark(paths, tmp_path):
+    shutil.copytree(paths["target"], tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text(), encoding="utf-8-sig")
+    template = tmp_path / "template.jinja"
+    template.write_text("Say {{ messages[0]['content'] }}", encoding="utf-8-sig")
+    llm = jspec.LLM(tmp_path / "model")
+    chat = [{"role": "user", "content": "fox"}]
+    assert llm.chat_prompts(chat, chat_template=template)[0]["prompt"] == "Say fox"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jspec.NGram(True),
+        lambda: jspec.NGram(3.0),
+        lambda: jspec.NGram(3, prompt_lookup_max=2.5),
+        lambda: jspec.METHODS["suffix"](suffix_decoding_max_tree_depth=8.0),
+        lambda: jspec.METHODS["suffix"](suffix_decoding_max_cached_requests=True),
+        lambda: jspec.METHODS["token_recycling"](vocab_size=64, tree_top_k=2.0),
+        lambda: jspec.DraftModel(llm_fixtures.DRAFT, 2.0),
+    ],
+)
+def test_a_count_of_a_drafter_is_a_whole_number(make):
+    assert re.search(r"=(True|\d\.\d) must be (a whole number|in \[1, |>= 0)", complaint(make))
+
+
+def test_an_engine_needs_a_capacity(root):
+    target = llm_fixtures.loaded(root)["target"]
+    plan = jspec.Plan(target.target, jspec.NoDrafter())
+    make = lambda: Engine(plan, jspec.Params(target.params), num_slots=1, capacity=0)
+    assert complaint(make) == "capacity=0 must be whole and at least 1."

@@ -51,9 +51,13 @@ def build_plan(
             tokenizer = checkpoint.load_tokenizer(tokenizer)
         except ValueError as error:
             raise ValueError(f"tokenizer={shown(str(tokenizer))}: {error}") from None
-    if not (tokenizer is None or hasattr(tokenizer, "encode")):
+    if not (tokenizer is None or hasattr(tokenizer, "all_special_ids")):
+        remedy = ""
+        if type(tokenizer).__module__.startswith("tokenizers"):
+            remedy = "; wrap it: transformers.PreTrainedTokenizerFast(tokenizer_object=...)"
         raise ValueError(
-            f"tokenizer={shown(tokenizer)} must be a directory, or a tokenizer of transformers."
+            f"tokenizer={shown(tokenizer, 60)} must be a directory, or a tokenizer of "
+            f"transformers{remedy}."
         )
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)

@@ -81,7 +81,7 @@ def _template_of(chat_template: Any) -> str | None:
     short = len(chat_template) < _LONGEST_PATH and chat_template.isprintable()
     if short and os.path.isfile(chat_template):
         try:
-            return Path(chat_template).read_text(encoding="utf-8")
+            return Path(chat_template).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template={_short(chat_template)}: {error}") from None
     if "{" not in chat_template:

@@ -118,7 +118,22 @@ def known_dtype(dtype: Any) -> np.dtype:
 
 def working_dtype(weights_dtype: np.dtype) -> str:
     """Return the dtype of activations: float32 on a CPU, that of the weights elsewhere."""
-    return "float32" if jax.default_backend() == "cpu" else weights_dtype.name
+    return "float32" if _backend() == "cpu" else weights_dtype.name
+
+
+def _backend() -> str:
+    """Return the name of JAX's backend; raise ValueError if the platform asked for cannot start."""
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # of a plugin, or of a platform without one
+        asked = str(jax.config.jax_platforms)
+        extra = next((name for name in ("cuda", "tpu") if name in asked), None)
+        remedy = f"install it (pip install 'jspec-decoding[{extra}]'), or " if extra else ""
+        reason = f" ({first_line(error)})" if str(error) else ""
+        raise ValueError(
+            f"JAX_PLATFORMS={asked} names a platform that JAX cannot start here{reason}; {remedy}"
+            "leave JAX_PLATFORMS unset to take the devices that there are"
+        ) from None
 
 
 def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
@@ -147,7 +162,7 @@ def read_json(path: Path) -> dict:
     if path.stat().st_size > _MOST_JSON:
         raise ValueError(f"{path} has more than {_MOST_JSON} bytes; download or save it again")
     try:
-        content = values.json_of(path.read_text(encoding="utf-8"))
+        content = values.json_of(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download or save it again") from None
     if not isinstance(content, dict):

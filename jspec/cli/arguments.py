@@ -37,7 +37,8 @@ def prompt(text: str | None, file: str | None, token_ids: str | None, chat: bool
     if file == "-" and sys.stdin is None:  # the caller closed it
         raise ValueError("--prompt-file -: standard input is closed; name a file.")
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return text.removeprefix("\ufeff")  # the byte order mark of editors on Windows
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt-file {file} is not UTF-8: {error}.") from None
     except OSError as error:

@@ -1,6 +1,7 @@
 """The command ``jspec``. No library module sets environment variables."""
 
 import _thread
+import io
 import os
 import signal
 import sys
@@ -37,6 +38,9 @@ def main() -> None:
     """Run a command; any bad input is one line on stderr and exit code 2."""
     words = sys.argv[1:]
     debug = "--debug" in words
+    for stream in (sys.stdout, sys.stderr):  # a console may lack characters of the text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     words = [word for word in words if word != "--debug"]
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -29,7 +29,7 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
     import yaml
 
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        given = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):

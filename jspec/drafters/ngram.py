@@ -39,6 +39,7 @@ class NGram:
         check_positive(
             num_speculative_tokens=self.num_speculative_tokens,
             prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_max=self.prompt_lookup_max,
         )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(

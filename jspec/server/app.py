@@ -190,7 +190,7 @@ def _development(server: Server) -> APIRouter:
             "max_num_seqs": server.llm.max_num_seqs,
             "target": type(plan.target).__name__,
             "drafter": type(plan.drafter).__name__,
-            "rule": type(plan.rule).__name__,
+            "rule": plan.rule if isinstance(plan.rule, str) else plan.rule.name,
             "defaults": dict(server.settings.defaults),
         }
 

@@ -8,13 +8,20 @@ from typing import Any
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a clause that suggests the closest known name, "" if none is close.
 
+    Case does not count.
+
     >>> did_you_mean("temprature", ["temperature", "top_k"])
     "; did you mean 'temperature'?"
+    >>> did_you_mean("TOP_K", ["temperature", "top_k"])
+    "; did you mean 'top_k'?"
     >>> did_you_mean("colour", ["temperature", "top_k"])
     ''
     """
-    matches = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    if not isinstance(name, str):
+        return ""
+    spelled = {each.lower(): each for each in known}
+    matches = difflib.get_close_matches(name.lower(), spelled, n=1)
+    return f"; did you mean {spelled[matches[0]]!r}?" if matches else ""
 
 
 def shown(value: Any, most: int = 200) -> str:

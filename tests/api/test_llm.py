@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -485,6 +486,7 @@ def test_the_public_names_are_there():
     for name in jspec.__all__:
         assert getattr(jspec, name) is not None
     assert len(jspec.__all__) <= 26
+    assert jspec.__version__ == metadata.version("jspec-decoding")
 
 
 def test_packages_are_imported_at_their_first_use():

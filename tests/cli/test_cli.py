@@ -1,7 +1,9 @@
 """The command line, mostly run in this process."""
 
 import dataclasses
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,11 +53,14 @@ def test_generate_prints_the_text_and_nothing_else(jspec, models):
 def test_every_source_of_a_prompt_gives_the_same_text(jspec, models, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
+    marked = tmp_path / "marked.txt"
+    marked.write_text(PROMPT, encoding="utf-8-sig")
     ids = LLM(models["target"]).get_tokenizer().encode(PROMPT)
     start = ("generate", models["target"], "--max-tokens", 12)
     texts = {
         jspec(*start, PROMPT)[1],
         jspec(*start, "--prompt-file", file)[1],
+        jspec(*start, "--prompt-file", marked)[1],
         jspec(*start, "--token-ids", ",".join(map(str, ids)))[1],
         jspec(*start, PROMPT, "--stream")[1],
         jspec(*start, PROMPT, "--stream", "--speculative-config", json.dumps(NGRAM))[1],
@@ -201,6 +206,26 @@ def test_a_fresh_process_prints_only_the_text(models):
     command = [sys.executable, "-m", "jspec", "generate", models["target"], "x", "--max-tokens=2"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("cuda", "[cuda]"), ("no-such", "")])
+def test_a_platform_that_is_not_there_is_one_line(models, platform, extra):
+    command = [sys.executable, "-m", "jspec", "generate", models["target"], "x"]
+    environment = os.environ | {"JAX_PLATFORMS": platform}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    complaint = _complaint((ran.returncode, ran.stdout, ran.stderr))
+    assert f"JAX_PLATFORMS={platform} names a platform that JAX cannot start" in complaint
+    assert extra in complaint and "leave JAX_PLATFORMS unset" in complaint
+
+
+def test_a_console_without_a_character_shows_another(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(main, "app", lambda *_, **__: print("gr\u00fc\u00dfe"))
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    sys.stdout.flush()
+    assert (stopped.value.code, written.getvalue()) == (0, b"gr??e\n")
 
 
 def test_help_imports_neither_jax_nor_the_api():

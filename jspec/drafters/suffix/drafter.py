@@ -23,6 +23,7 @@ from jspec.drafters.suffix import corpus, growth
 from jspec.drafters.suffix.corpus import Corpus, OwnText
 from jspec.drafters.suffix.growth import Occurrences
 from jspec.util.messages import shown
+from jspec.util.values import INT32, is_real, is_whole
 
 TREES = ("chain", "best_first")
 _TREE_SIZE = 16  # default nodes of a tree, root included
@@ -88,19 +89,24 @@ class Suffix:
 
     def _check(self) -> None:
         prefix, most = "suffix_decoding_", trees.MOST_NODES
-        checks = (
-            ("num_speculative_tokens", lambda x: x is None or 1 <= x <= most, f"in [1, {most}]"),
-            ("tree_size", lambda x: x is None or 2 <= x <= most, f"2 to {most}, root included"),
-            (f"{prefix}max_tree_depth", lambda x: 1 <= x <= most, f"in [1, {most}]"),
-            (f"{prefix}max_cached_requests", lambda x: x >= 0, ">= 0"),
-            (f"{prefix}max_spec_factor", lambda x: 0 <= x < float("inf"), ">= 0"),
-            (f"{prefix}min_token_prob", lambda x: 0 <= x <= 1, "in [0, 1]"),
-            (f"{prefix}max_cached_tokens", lambda x: 2 <= x <= 1 << 30, "in [2, 2**30]"),
-            (f"{prefix}max_occurrences", lambda x: 1 <= x <= 1024, "in [1, 1024]"),
+        counts = (
+            ("num_speculative_tokens", 1, most, f"in [1, {most}]"),
+            ("tree_size", 2, most, f"2 to {most}, root included"),
+            (f"{prefix}max_tree_depth", 1, most, f"in [1, {most}]"),
+            (f"{prefix}max_cached_requests", 0, INT32 - 1, ">= 0"),
+            (f"{prefix}max_cached_tokens", 2, 1 << 30, "in [2, 2**30]"),
+            (f"{prefix}max_occurrences", 1, 1024, "in [1, 1024]"),
         )
-        for name, holds, bounds in checks:
+        for name, least, largest, bounds in counts:
+            value, has_default = vars(self)[name], name in ("num_speculative_tokens", "tree_size")
+            if not (value is None and has_default) and not is_whole(value, least, largest):
+                raise ValueError(f"{name}={shown(value)} must be {bounds}")
+        for name, largest, bounds in (
+            (f"{prefix}max_spec_factor", float("inf"), ">= 0"),
+            (f"{prefix}min_token_prob", 1, "in [0, 1]"),
+        ):
             value = vars(self)[name]
-            if not holds(value):
+            if not (is_real(value) and 0 <= value <= largest):
                 raise ValueError(f"{name}={shown(value)} must be {bounds}")
         if self.tree not in TREES:
             raise ValueError(f"tree={shown(self.tree)} of suffix must be {' or '.join(TREES)}.")

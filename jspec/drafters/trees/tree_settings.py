@@ -13,6 +13,7 @@ from jspec.core import trees
 from jspec.core.trees import StaticTree
 from jspec.core.types import Drafter, Proposal
 from jspec.util.messages import did_you_mean, shown
+from jspec.util.values import is_whole
 
 # The method's name, then that of the table in EAGLE's or Medusa's repository: both call their first
 # table mc_sim_7b_63.
@@ -134,10 +135,11 @@ def requested(
 
 
 def check_positive(**settings: int | None) -> None:
-    """Refuse settings that are neither None nor at least 1."""
+    """Refuse settings that are neither None nor whole numbers of at least 1."""
     for name, value in settings.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+        if value is not None and not is_whole(value, 1):
+            words = "at least 1" if is_whole(value) else "a whole number of at least 1"
+            raise ValueError(f"{name}={shown(value)} must be {words}.")
 
 
 def _agreeing(tree: Tree, static: StaticTree, settings: dict[str, int | None]) -> StaticTree:
