@@ -1,5 +1,6 @@
 """/v1/completions."""
 
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -92,7 +93,8 @@ class _Form:
                     continue
                 event = {**self.head, "choices": [self.choice(index, output, piece)]}
                 if is_counted:
-                    event["usage"] = self.usage(last.values(), batch) if is_always_counted else None
+                    alone = dataclasses.replace(output, outputs=[text])
+                    event["usage"] = self.usage([alone], batch) if is_always_counted else None
                 yield event
         if is_counted:
             yield {**self.head, "choices": [], "usage": self.usage(last.values(), batch)}
@@ -103,21 +105,22 @@ class _Form:
         is_echoed = bool(fields.echo) and piece.is_first
         text, ids, scored = piece.text, piece.token_ids, piece.logprobs
         if self._is_prompt_alone:
-            text, ids, scored = "", [], scored and []
+            text, ids, scored = "", [], None if scored is None else []
         if is_echoed:
             prompt = output.prompt_token_ids
             text = self._prompt_text(output) + text
             ids = [*prompt, *ids]
-            scored = None if scored is None else [*output.prompt_logprobs, *scored]
+            if scored is not None:  # a request that was aborted early has no scores of its prompt
+                scored = [*(output.prompt_logprobs or [None] * len(prompt)), *scored]
         choice = {
             "index": number,
             "text": text,
             "logprobs": None if scored is None else self._logprobs(number, ids, scored),
             "finish_reason": piece.finish_reason,
-            "stop_reason": piece.output.stop_reason,
+            "stop_reason": piece.stop_reason,
         }
         if fields.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = [] if self._is_prompt_alone else piece.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if piece.is_first else None
         if fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)

@@ -31,7 +31,9 @@ class Settings:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
     chat_template: str | None = None  # None: the tokenizer's
     trusts_chat_templates: bool = False  # whether requests may bring their own
+    chat_template_content_format: str = "auto"
     tool_parser: str | None = None  # None: the one that the chat template suggests
+    reasoning_parser: str | None = None  # None: texts have no reasoning
     request_seconds: float | None = None  # longest time for a request; None: any
     has_dev_endpoints: bool = False
     shows_stats: bool = False  # whether each choice has its counts of drafts
@@ -163,18 +165,19 @@ def _next(running: RunningRequest) -> asyncio.Future[RequestOutput]:
 
 @dataclasses.dataclass
 class Piece:
-    """The part of a text that is new since the piece before."""
+    """The part of a text that is new since the piece before.
+
+    ``is_first`` is True for the first piece that is not empty. The last piece alone has a
+    ``finish_reason`` and a ``stop_reason``.
+    """
 
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     is_first: bool
     output: CompletionOutput
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The reason, if this is the last piece."""
-        return self.output.finish_reason
+    finish_reason: str | None
+    stop_reason: int | str | None
 
     @property
     def is_empty(self) -> bool:
@@ -183,20 +186,33 @@ class Piece:
 
 
 class Cursor:
-    """Cuts the growing outputs of one text into pieces."""
+    """Cuts the growing outputs of one text into pieces.
+
+    A text that ended stays among the outputs while other texts of its request run; its pieces are
+    empty then.
+    """
 
     def __init__(self) -> None:
         self._num_characters = self._num_tokens = 0
-        self._is_first = True
+        self._is_first, self._is_ended = True, False
 
     def advance(self, output: CompletionOutput) -> Piece:
         """Return what is new."""
         tokens = slice(self._num_tokens, None)
-        scores = None if output.logprobs is None else output.logprobs[tokens]
-        new = output.text[self._num_characters :], list(output.token_ids[tokens])
-        piece = Piece(*new, scores, self._is_first, output)
+        is_open = not self._is_ended
+        piece = Piece(
+            text=output.text[self._num_characters :],
+            token_ids=list(output.token_ids[tokens]),
+            logprobs=None if output.logprobs is None else output.logprobs[tokens],
+            is_first=self._is_first,
+            output=output,
+            finish_reason=output.finish_reason if is_open else None,
+            stop_reason=output.stop_reason if is_open else None,
+        )
         self._num_characters = max(self._num_characters, len(output.text))
-        self._num_tokens, self._is_first = max(self._num_tokens, len(output.token_ids)), False
+        self._num_tokens = max(self._num_tokens, len(output.token_ids))
+        self._is_first &= piece.is_empty  # an empty piece is not sent
+        self._is_ended |= output.finish_reason is not None
         return piece
 
 
