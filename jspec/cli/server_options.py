@@ -22,11 +22,11 @@ def loaded(model: str | None, config: Any, **given: Any) -> tuple[Any, str]:
 def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
     """Return the settings of the API; ``defaults`` is the value of --generation-config."""
     from jspec.server import defaults as of_model
-    from jspec.server import tools
+    from jspec.server import readers
     from jspec.server.serving import Settings
 
     template = given["chat_template"] or getattr(llm.get_tokenizer(), "chat_template", None)
-    given["tool_parser"] = given["tool_parser"] or tools.parser_for(template)
+    given["tool_parser"] = given["tool_parser"] or readers.of_template(template)
     return Settings(defaults=of_model.of(llm, defaults), **given)
 
 

@@ -1,17 +1,20 @@
 """/v1/chat/completions."""
 
+import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from jspec.api.outputs import RequestOutput
-from jspec.server import prompts, sampling, scores, tools, usage
+from jspec.api.outputs import CompletionOutput, RequestOutput
+from jspec.server import prompts, readers, sampling, scores, usage
 from jspec.server.errors import RequestError
 from jspec.server.fields import ChatFields
+from jspec.server.parts import PartReader, Parts
 from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
+from jspec.server.tool_calls import Use, use_of
 
 
 async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Response:
@@ -25,8 +28,7 @@ async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Respons
         return Events(batch, form.events(batch))
     (output,) = await batch.last()
     choices = [form.choice(output, whole(text)) for text in output.outputs]
-    counted = usage.of([output], batch.running, has_stats=form.has_stats)
-    body = {**form.head, "choices": choices, "usage": counted}
+    body = {**form.head, "choices": choices, "usage": form.usage(output, batch)}
     if fields.prompt_logprobs is not None:
         body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
     if fields.return_token_ids:
@@ -42,7 +44,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     if fields.stream and fields.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs are not streamed.", param="prompt_logprobs")
-    use = tools.use_of(
+    use = use_of(
         fields.tools,
         fields.tool_choice,
         parser=server.settings.tool_parser,
@@ -57,7 +59,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         structured_outputs=use.structured_outputs,
     )
-    if use.reader and not use.structured_outputs:
+    if (use.reader and not use.structured_outputs) or _has_special_marks(server):
         options["skip_special_tokens"] = False  # marks of calls may be special tokens
     params = await server.served.in_thread(
         lambda: sampling.params_of(fields, server.settings.defaults, **options),
@@ -65,89 +67,167 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
     )
     id = f"chatcmpl-{fields.request_id or uuid.uuid4().hex}"
     batch = await server.submit([prompt], [params], fields, id)
-    return batch, Form(server, fields, use, id)
+    reasoner = _reasoner(server, fields, prompt["prompt"], bool(params.structured_outputs))
+    return batch, Form(server, fields, use, reasoner, id)
+
+
+def _has_special_marks(server: Server) -> bool:
+    """Return whether decoding would drop the marks of reasoning."""
+    if server.settings.reasoning_parser is None:
+        return False
+    special = set(server.llm.get_tokenizer().all_special_tokens)
+    reader = readers.REASONING[server.settings.reasoning_parser]
+    return not special.isdisjoint((reader.begin, reader.end))
+
+
+def _reasoner(
+    server: Server, fields: ChatFields, prompt: str, has_grammar: bool
+) -> Callable[[], readers.ReasoningReader] | None:
+    """Return what makes readers of reasoning; None if the server has none.
+
+    A grammar holds from the first token, so it leaves no room for reasoning that it does not name.
+    """
+    name = server.settings.reasoning_parser
+    if name is None:
+        if fields.include_reasoning is False:
+            raise RequestError(
+                "include_reasoning: false needs a reader of reasoning; start the server with "
+                "--reasoning-parser.",
+                param="include_reasoning",
+            )
+        return None
+    reader, variables = readers.REASONING[name], fields.chat_template_kwargs or {}
+    is_open = not has_grammar and reader.begins_after(prompt, variables)
+    return lambda: reader(is_open)
 
 
 class Form:
     """The form of the answer to one request."""
 
-    def __init__(self, server: Server, fields: ChatFields, use: tools.Use, id: str):
+    def __init__(
+        self,
+        server: Server,
+        fields: ChatFields,
+        use: Use,
+        reasoner: Callable[[], readers.ReasoningReader] | None,
+        id: str,
+    ):
         self._server, self._fields, self._use = server, fields, use
+        self._reasoner = reasoner
         as_ids = bool(fields.return_tokens_as_token_ids)
         self._names = scores.TokenNames(server.llm.get_tokenizer(), as_ids)
-        self._readers: dict[int, tools.Reader] = {}  # of each text
-        self._num_calls: dict[int, int] = {}
-        self.has_stats = bool(fields.speculative_decoding_stats)
+        self._readers: dict[int, PartReader] = {}  # of each text
+        shows_reasoning = reasoner is None or fields.include_reasoning is not False
+        self._reads = dict(
+            is_parallel=fields.parallel_tool_calls is not False, shows_reasoning=shows_reasoning
+        )
+        # Tokens and their scores would show the reasoning too.
+        self._shows_tokens = bool(fields.return_token_ids) and shows_reasoning
+        self._shows_scores = shows_reasoning
         self._common = dict(id=id, created=int(time.time()), model=server.model_name)
         self.head = {**self._common, "object": "chat.completion"}
 
     async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream."""
+        """Yield the events of a stream: roles, parts of texts, their ends, and the usage."""
         head = {**self._common, "object": "chat.completion.chunk"}
         options = self._fields.stream_options
         is_counted = bool(options and options.include_usage)
         is_always_counted = is_counted and bool(options.continuous_usage_stats)
         cursors: dict[int, Cursor] = {}
-        counted, output = None, None
+        output = None
         async for _, output in batch.outputs():
-            counted = usage.of([output], batch.running, has_stats=self.has_stats)
+            roles = [] if cursors else [self._role(output, text.index) for text in output.outputs]
             for text in output.outputs:
                 piece = cursors.setdefault(text.index, Cursor()).advance(text)
-                for choice in self._deltas(output, piece):
+                for choice in [*roles, *self._deltas(piece)]:
                     event = {**head, "choices": [choice]}
                     if is_counted:
-                        event["usage"] = counted if is_always_counted else None
+                        counted = self.usage(output, batch, [text]) if is_always_counted else None
+                        event["usage"] = counted
                     yield event
+                roles = []
         if is_counted:
-            yield {**head, "choices": [], "usage": counted}
+            yield {**head, "choices": [], "usage": self.usage(output, batch)}
 
     def choice(self, output: RequestOutput, piece: Piece) -> dict[str, Any]:
         """Return a whole text."""
-        content, calls, reason = self.read(piece)
-        message: dict[str, Any] = {"role": "assistant", "content": content or None}
-        if calls:
-            message["tool_calls"] = [call.body() for call in calls]
-        else:
-            message["content"] = content
-        return self._choice(piece, reason, {"message": message})
+        parts = self.read(piece)
+        content = parts.content if parts.content or not (parts.calls or parts.reasoning) else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._reasoner is not None:
+            message["reasoning"] = parts.reasoning or None
+        if parts.calls:
+            message["tool_calls"] = [call.body() for call in parts.calls]
+        return self._choice(piece, parts.finish_reason, {"message": message})
 
-    def read(self, piece: Piece) -> tuple[str, list[tools.Call], str | None]:
-        """Return the content and the calls of a piece, and the reason if the text ended."""
-        index, reason = piece.output.index, piece.finish_reason
-        if self._use.reader is None:
-            return piece.text, [], reason
-        reader = self._readers.setdefault(index, self._use.reader())
-        content, calls = reader.feed(piece.text, reason is not None)
-        if self._fields.parallel_tool_calls is False:
-            calls = calls[: 1 - self._num_calls.get(index, 0)]
-        self._num_calls[index] = self._num_calls.get(index, 0) + len(calls)
-        if reason == "stop" and self._num_calls[index]:
-            reason = self._use.finish_reason
-        return content, calls, reason
-
-    def _deltas(self, output: RequestOutput, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choices of the events for a piece: the role, content and calls, the end."""
-        choices = []
+    def read(self, piece: Piece) -> Parts:
+        """Return what is new in a text."""
         index = piece.output.index
-        if piece.is_first:
-            delta = {"role": "assistant", "content": ""}
-            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            if self._fields.return_token_ids:
-                first["prompt_token_ids"] = output.prompt_token_ids
-            choices.append(first)
+        if index not in self._readers:
+            self._readers[index] = PartReader(self._use, self._reasoner, **self._reads)
+        return self._readers[index].feed(piece)
+
+    def usage(
+        self,
+        output: RequestOutput,
+        batch: Batch,
+        texts: Sequence[CompletionOutput] | None = None,
+    ) -> dict[str, Any]:
+        """Return ``usage`` for the texts so far; ``texts``: some of the output's, None for all."""
+        if texts is not None:
+            output = dataclasses.replace(output, outputs=list(texts))
+        has_stats = bool(self._fields.speculative_decoding_stats)
+        counted = usage.of([output], batch.running, has_stats=has_stats)
+        if self._reasoner is not None:
+            tokenizer = self._server.llm.get_tokenizer()
+            count = sum(
+                self._readers[text.index].num_reasoning_tokens(text.token_ids, tokenizer)
+                for text in output.outputs
+                if text.index in self._readers
+            )
+            counted["completion_tokens_details"] = {"reasoning_tokens": count}
+        return counted
+
+    def _role(self, output: RequestOutput, index: int) -> dict[str, Any]:
+        """Return the first event of a choice."""
+        delta = {"role": "assistant", "content": ""}
+        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self._fields.return_token_ids:
+            first["prompt_token_ids"] = output.prompt_token_ids
+        return first
+
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices of the events for a piece.
+
+        Each has one part that is new: reasoning, content or a delta of a call. The scores and the
+        token ids go with the first one, the end with the last one.
+        """
         if piece.is_empty:
-            return choices
-        known = self._num_calls.get(index, 0)
-        content, calls, reason = self.read(piece)
-        delta: dict[str, Any] = {"content": content} if content or not calls else {}
-        if calls:
-            delta["tool_calls"] = [call.body(known + i) for i, call in enumerate(calls)]
-        choices.append(self._choice(piece, reason, {"delta": delta}))
-        return choices
+            return []
+        parts = self.read(piece)
+        is_plain = self._use.reader is None and self._reasoner is None
+        deltas: list[dict[str, Any]] = []
+        if parts.reasoning:
+            deltas.append({"reasoning": parts.reasoning})
+        if parts.content or is_plain:
+            deltas.append({"content": parts.content})
+        deltas += [{"tool_calls": [delta.body()]} for delta in parts.deltas]
+        has_tokens = self._shows_tokens or (piece.logprobs is not None and self._shows_scores)
+        if not deltas and (parts.finish_reason or has_tokens):
+            deltas = [{}]
+        last, rest = len(deltas) - 1, dataclasses.replace(piece, token_ids=[], logprobs=None)
+        return [
+            self._choice(
+                rest if number else piece,
+                parts.finish_reason if number == last else None,
+                {"delta": delta},
+            )
+            for number, delta in enumerate(deltas)
+        ]
 
     def _choice(self, piece: Piece, reason: str | None, body: dict[str, Any]) -> dict[str, Any]:
         scored = None
-        if piece.logprobs is not None:
+        if piece.logprobs is not None and self._shows_scores:
             count = self._fields.top_logprobs or 0
             content = scores.of_chat(piece.token_ids, piece.logprobs, self._names, count)
             scored = {"content": content, "refusal": None}
@@ -156,9 +236,9 @@ class Form:
             **body,
             "logprobs": scored,
             "finish_reason": reason,
-            "stop_reason": piece.output.stop_reason,
+            "stop_reason": piece.stop_reason if reason else None,
         }
-        if self._fields.return_token_ids:
+        if self._shows_tokens:
             choice["token_ids"] = piece.token_ids
         if self._server.settings.shows_stats and reason:
             choice["speculative_decoding_stats"] = piece.output.speculative_decoding_stats

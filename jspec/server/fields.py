@@ -155,6 +155,7 @@ class ChatFields(GenerationFields):
     continue_final_message: bool | None = False
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = True
 
 
 class ResponseFields(_Fields):

@@ -1,21 +1,44 @@
 """/v1/responses, for text: a request becomes a chat, and its answer a response."""
 
+import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from starlette.responses import Response
 
 from jspec.api.outputs import RequestOutput
-from jspec.server import chat, usage
+from jspec.server import chat
 from jspec.server.errors import RequestError
 from jspec.server.fields import ChatFields, ResponseFields
-from jspec.server.serving import Batch, Cursor, Events, Server, whole
-from jspec.server.tools import Call
+from jspec.server.readers.calls import Delta
+from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
 from jspec.util.messages import shown
 
 _SAME_NAMES = ("model", "temperature", "top_p", "stream")
+# Of each kind of item: its type, the prefix of its id, and the fields of its text.
+_KINDS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "reasoning": (
+        "reasoning",
+        "rs",
+        {"summary": [], "content": [{"type": "reasoning_text", "text": ""}]},
+    ),
+    "message": (
+        "message",
+        "msg",
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
+        },
+    ),
+    "call": ("function_call", "fc", None),
+}
+_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "message": "response.output_text",
+    "call": "response.function_call_arguments",
+}
 
 
 async def answer(server: Server, fields: ResponseFields) -> dict[str, Any] | Response:
@@ -30,8 +53,7 @@ async def answer(server: Server, fields: ResponseFields) -> dict[str, Any] | Res
     if fields.stream:
         return Events(batch, response.events(batch), is_named=True)
     (output,) = await batch.last()
-    content, calls, _ = form.read(whole(output.outputs[0]))
-    return response.ended(output, batch, content, calls)
+    return response.whole(output, batch)
 
 
 def _as_chat(fields: ResponseFields) -> ChatFields:
@@ -82,11 +104,12 @@ def _tool_choice(choice: Any) -> Any:
 
 
 class _Response:
-    """The form of one response."""
+    """The form of one response: items of reasoning, of a message, and of calls, one at a time."""
 
     def __init__(self, fields: ResponseFields, form: chat.Form, model: str):
         self._form = form
-        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._items: list[dict[str, Any]] = []
+        self._kind: str | None = None  # of the last item, while it grows
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -105,26 +128,11 @@ class _Response:
             "text": fields.text or {"format": {"type": "text"}},
         }
 
-    def ended(
-        self, output: RequestOutput, batch: Batch, content: str, calls: list[Call]
-    ) -> dict[str, Any]:
+    def whole(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
         """Return the response with its whole text."""
-        counted = usage.of([output], batch.running, has_stats=False)
-        is_cut = output.outputs[0].finish_reason == "length"
-        items = [self._message("completed", content)] if content or not calls else []
-        return {
-            **self._head,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [*items, *map(_call_item, calls)],
-            "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counted["total_tokens"],
-            },
-        }
+        for _ in self._grown(whole(output.outputs[0])):
+            pass  # the items grow
+        return self._ended(output, batch)
 
     async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream, numbered."""
@@ -137,43 +145,98 @@ class _Response:
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
-        where = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        item = {**self._message("in_progress", ""), "content": []}
-        yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-        yield {"type": "response.content_part.added", **where, "part": _part("")}
-        cursor, content, calls, output = Cursor(), "", [], None
+        cursor, output = Cursor(), None
         async for _, output in batch.outputs():
-            new, more, _ = self._form.read(cursor.advance(output.outputs[0]))
-            content, calls = content + new, [*calls, *more]
-            if new:
-                yield {"type": "response.output_text.delta", **where, "delta": new, "logprobs": []}
-        yield {"type": "response.output_text.done", **where, "text": content, "logprobs": []}
-        yield {"type": "response.content_part.done", **where, "part": _part(content)}
-        item = self._message("completed", content)
-        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
-        ended = self.ended(output, batch, content, calls)
-        ended["output"] = [item, *map(_call_item, calls)]
-        for index, call in enumerate(ended["output"][1:], 1):
-            at = {"output_index": index, "item": call}
-            yield {"type": "response.output_item.added", **at}
-            yield {"type": "response.output_item.done", **at}
+            for event in self._grown(cursor.advance(output.outputs[0])):
+                yield event
+        ended = self._ended(output, batch)
         yield {"type": f"response.{ended['status']}", "response": ended}
 
-    def _message(self, status: str, content: str) -> dict[str, Any]:
-        common = {"id": self._message_id, "type": "message", "role": "assistant"}
-        return {**common, "status": status, "content": [_part(content)]}
+    def _ended(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
+        counted = self._form.usage(output, batch)
+        details = counted.get("completion_tokens_details", {"reasoning_tokens": 0})
+        is_cut = output.outputs[0].finish_reason == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items,
+            "usage": {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": counted["prompt_tokens_details"],
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": details,
+                "total_tokens": counted["total_tokens"],
+            },
+        }
 
+    def _grown(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Add a piece of the text to the items; yield the events of it."""
+        if piece.is_empty:
+            return
+        parts = self._form.read(piece)
+        if parts.reasoning:
+            yield from self._text("reasoning", parts.reasoning)
+        if parts.content:
+            yield from self._text("message", parts.content)
+        for delta in parts.deltas:
+            yield from self._call(delta)
+        if piece.finish_reason:
+            if not self._items:
+                yield from self._begin("message")
+            yield from self._end()
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _text(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Add to the text of an item, and begin it if there is none of its kind."""
+        if self._kind != kind:
+            yield from self._begin(kind)
+        self._items[-1]["content"][0]["text"] += text
+        more = {"logprobs": []} if kind == "message" else {}
+        yield {"type": f"{_EVENTS[kind]}.delta", **self._where(0), "delta": text, **more}
 
+    def _call(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Begin a call, or add to its arguments."""
+        if delta.name is not None:
+            yield from self._begin("call", call_id=delta.id, name=delta.name, arguments="")
+        if delta.arguments:
+            self._items[-1]["arguments"] += delta.arguments
+            yield {"type": f"{_EVENTS['call']}.delta", **self._where(), "delta": delta.arguments}
 
-def _call_item(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {
-        "type": "function_call",
-        "id": f"fc_{uuid.uuid4().hex}",
-        "call_id": call.id,
-        "status": "completed",
-        **function,
-    }
+    def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """End the item before, and begin one."""
+        yield from self._end()
+        type, prefix, text = _KINDS[kind]
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": type, "status": "in_progress"}
+        item |= fields | ({} if text is None else copy.deepcopy(text))
+        self._items.append(item)
+        self._kind = kind
+        index = len(self._items) - 1
+        shown = copy.deepcopy(item) | ({} if text is None else {"content": []})
+        yield {"type": "response.output_item.added", "output_index": index, "item": shown}
+        if kind == "message":
+            part = copy.deepcopy(item["content"][0])
+            yield {"type": "response.content_part.added", **self._where(0), "part": part}
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        """End the last item, if it still grows."""
+        if self._kind is None:
+            return
+        item, where = self._items[-1], self._where(None if self._kind == "call" else 0)
+        done = {"type": f"{_EVENTS[self._kind]}.done", **where}
+        if self._kind == "call":
+            yield {**done, "arguments": item["arguments"], "name": item["name"]}
+        else:
+            (part,) = item["content"]
+            more = {"logprobs": []} if self._kind == "message" else {}
+            yield {**done, "text": part["text"], **more}
+            if self._kind == "message":
+                yield {"type": "response.content_part.done", **where, "part": part}
+        self._kind = None
+        item["status"] = "completed"
+        index = where["output_index"]
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+    def _where(self, content_index: int | None = None) -> dict[str, Any]:
+        """Return where events of the last item belong."""
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return where if content_index is None else {**where, "content_index": content_index}

@@ -32,7 +32,8 @@ def params_of(
       defaults: of the model, by the names of ``DEFAULTS``.
       max_tokens: most tokens of a text.
       logprobs: as of ``SamplingParams``.
-      structured_outputs: a grammar that ``fields`` do not have, of a call of a tool.
+      structured_outputs: a grammar that ``fields`` do not have, of a call of a tool; it goes
+        before ``response_format``.
       options: of ``SamplingParams``, instead of those of ``fields``.
 
     Raises:
@@ -40,11 +41,14 @@ def params_of(
     """
     given = {name: getattr(fields, name) for name in _SAME_NAMES}
     given = {name: value for name, value in given.items() if value is not None}
-    grammars = [_of_format(fields.response_format), fields.structured_outputs, structured_outputs]
+    form = _of_format(fields.response_format)
+    if structured_outputs:
+        form = None  # a call is no answer yet, and has its own form
+    grammars = [form, fields.structured_outputs, structured_outputs]
     grammars = [each for each in grammars if each]
     if len(grammars) > 1:
         raise RequestError(
-            "response_format, structured_outputs and tool_choice each set the form of the text; "
+            "structured_outputs, and response_format or tool_choice, set the form of the text; "
             "send one of them.",
             param="response_format",
         )

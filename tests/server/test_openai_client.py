@@ -155,26 +155,18 @@ def test_a_json_schema_is_followed(client):
     assert value.keys() == {"a", "b"} and value["b"] in ("x", "y")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "put"}}], ids=["any", "named"]
 )
-def test_a_forced_call_of_a_tool_has_valid_arguments(client, choice, stream):
+def test_a_forced_call_of_a_tool_has_valid_arguments(client, choice):
     options = dict(model=NAME, messages=MESSAGES, tools=TOOLS, tool_choice=choice)
-    options |= dict(max_tokens=100, seed=2, stream=stream, parallel_tool_calls=False)
-    answer = client.chat.completions.create(**options)
-    if stream:
-        deltas = [chunk.choices[0] for chunk in answer]
-        calls = [call for each in deltas for call in each.delta.tool_calls or ()]
-        reason = deltas[-1].finish_reason
-        assert all(not each.delta.content for each in deltas)
-    else:
-        calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
-    (call,) = calls
-    assert call.function.name == "put" and call.id
+    options |= dict(max_tokens=100, seed=2, parallel_tool_calls=False)
+    (answer,) = client.chat.completions.create(**options).choices
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "put" and call.id and answer.message.content is None
     value = json.loads(call.function.arguments)
     assert value.keys() == {"a", "b"} and 0 <= value["a"] <= 9
-    assert reason == ("tool_calls" if choice == "required" else "stop")
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
 
 
 def test_requests_that_come_together_have_their_own_texts(llm, server):
