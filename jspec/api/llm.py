@@ -177,6 +177,7 @@ class LLM:
         use_tqdm: bool = False,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -192,6 +193,7 @@ class LLM:
         rendered = self.chat_prompts(
             messages,
             chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -204,6 +206,7 @@ class LLM:
         messages: Sequence[Any],
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -212,8 +215,11 @@ class LLM:
         """Render conversations to the prompts of ``chat``, for ``stream`` or ``jspec.trace``.
 
         Args:
-          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists. A
+            content may be a list of parts, ``{"type": "text", "text": "..."}``.
           chat_template: Jinja, or the path of a file with it; None for the tokenizer's own.
+          chat_template_content_format: "string" joins parts, "openai" gives lists of parts to the
+            template, "auto" finds out which of them it reads.
           add_generation_prompt: whether to open the assistant's turn at the end.
           continue_final_message: whether to leave the last message open, so that the text goes on
             with it. It excludes ``add_generation_prompt``.
@@ -230,7 +236,13 @@ class LLM:
             variables["continue_final_message"] = True
         if tools is not None:
             variables["tools"] = prompts.tools_of(tools, variables)
-        return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)
+        return prompts.of_chat(
+            messages,
+            self.get_tokenizer(),
+            chat_template,
+            variables,
+            content_format=chat_template_content_format,
+        )
 
     def stream(
         self, prompts: Any, sampling_params: Settings = None, *, rounds: int = STREAM_ROUNDS

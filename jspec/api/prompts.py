@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec.api import content
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import encodes
 
@@ -49,7 +50,11 @@ def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
 
 
 def of_chat(
-    messages: Any, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]
+    messages: Any,
+    tokenizer: Any,
+    chat_template: str | None,
+    variables: Mapping[str, Any],
+    content_format: str = "auto",
 ) -> list[dict[str, Any]]:
     """Render one conversation or a list of them, each to a prompt for ``read``."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -62,15 +67,17 @@ def of_chat(
             "or write the prompt yourself and call generate."
         )
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    chat_template = _template_of(chat_template)
+    chat_template = template_of(chat_template)
+    read = tokenizer.get_chat_template(chat_template, variables.get("tools"))
+    content.check_format(content_format)
     render = functools.partial(rendered, tokenizer, chat_template=chat_template, **variables)
-    texts = [render(conversation) for conversation in conversations]
+    texts = [render(content.formatted(each, read, content_format)) for each in conversations]
     # The template has already written the special tokens.
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
 
 
-def _template_of(chat_template: Any) -> str | None:
+def template_of(chat_template: Any) -> str | None:
     """Return Jinja: that of a file if ``chat_template`` is the path of one."""
     if isinstance(chat_template, os.PathLike):
         chat_template = os.fspath(chat_template)
@@ -90,6 +97,19 @@ def _template_of(chat_template: Any) -> str | None:
             "braces; check the path."
         )
     return chat_template
+
+
+def check_template(chat_template: str) -> None:
+    """Raise ValueError if a chat template is no Jinja."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if not chat_template.strip():
+        raise ValueError("chat_template is empty; give Jinja, or leave it out for the model's own.")
+    try:
+        render_jinja_template(conversations=[], chat_template=chat_template)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"chat_template is no Jinja: {reason}") from None
 
 
 def tools_of(tools: Any, variables: Mapping[str, Any]) -> list[Mapping]:

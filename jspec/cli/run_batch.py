@@ -35,11 +35,15 @@ def run_batch(
     max_num_seqs: option(int, "Sequences that run together.", min=1) = 32,
     chat_template: option(str | None, "Jinja, or a file with it. Default: the model's.") = None,
     generation_config: option(str, "As of serve.") = "auto",
+    chat_template_content_format: option(str, "As of serve.") = "auto",
     tool_call_parser: option(str | None, "As of serve.") = None,
+    reasoning_parser: option(str | None, "As of serve.") = None,
 ) -> None:
     """Answer the requests of a batch file; a run that was killed goes on where it was."""
     with server_options.named_extra():
         from jspec.server import batch, run
+    server_options.check_forms(tool_call_parser, reasoning_parser, chat_template_content_format)
+    chat_template = server_options.template_of(chat_template)
     lines = batch.read(input_file)
     output = batch.Output(output_file, lines)
     config = options.speculative_config(speculative_config)
@@ -51,7 +55,9 @@ def run_batch(
             model_names=tuple(served_model_name or [name]),
             defaults=generation_config,
             chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
             tool_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
         )
     console = Console(stderr=True)
     with Progress(console=console) as bar:

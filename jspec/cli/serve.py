@@ -92,8 +92,16 @@ def serve(
     generation_config: _server(
         str, "auto: defaults of requests are the model's; vllm: those of the API; or a directory."
     ) = "auto",
+    chat_template_content_format: _server(
+        str, "string, openai (parts) or auto: the one that the chat template reads."
+    ) = "auto",
     tool_call_parser: _server(
-        str | None, "hermes or llama3_json. Default: the one that the chat template shows."
+        str | None,
+        "deepseek_v3, hermes, llama3_json, mistral, pythonic or qwen3_coder. Default: the one "
+        "that the chat template shows.",
+    ) = None,
+    reasoning_parser: _server(
+        str | None, "deepseek_r1 or qwen3: answers have their reasoning apart."
     ) = None,
     per_request_spec_decode_stats: _server(
         str, "none or summary: counts of drafts in every choice."
@@ -117,7 +125,8 @@ def serve(
     _check_unknown(context)
     _check_choice("--log-format", log_format, ("text", "json"))
     _check_choice("--per-request-spec-decode-stats", per_request_spec_decode_stats, _STATS)
-    _check_choice("--tool-call-parser", tool_call_parser, (None, "hermes", "llama3_json"))
+    server_options.check_forms(tool_call_parser, reasoning_parser, chat_template_content_format)
+    chat_template = server_options.template_of(chat_template)
     if (ssl_keyfile is None) != (ssl_certfile is None):
         raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both.")
     with server_options.named_extra():
@@ -159,7 +168,9 @@ def serve(
             defaults=generation_config,
             chat_template=chat_template,
             trusts_chat_templates=trust_request_chat_template,
+            chat_template_content_format=chat_template_content_format,
             tool_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
             request_seconds=request_timeout,
             has_dev_endpoints=enable_dev_endpoints,
             shows_stats=per_request_spec_decode_stats == "summary",

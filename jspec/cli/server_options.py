@@ -1,9 +1,11 @@
 """The model and the settings of the API, for the commands that serve."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jspec.util.messages import shown
 
 
 def loaded(model: str | None, config: Any, **given: Any) -> tuple[Any, str]:
@@ -28,6 +30,41 @@ def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
     template = given["chat_template"] or getattr(llm.get_tokenizer(), "chat_template", None)
     given["tool_parser"] = given["tool_parser"] or readers.of_template(template)
     return Settings(defaults=of_model.of(llm, defaults), **given)
+
+
+def template_of(flag: str | None) -> str | None:
+    """Return the chat template of --chat-template, before the model is loaded.
+
+    Raises:
+      ValueError: there is no such file, or it holds no Jinja.
+    """
+    from jspec.api import prompts
+
+    if flag is None:
+        return None
+    try:
+        template = prompts.template_of(flag)
+        prompts.check_template(template)
+    except ValueError as error:
+        raise ValueError(f"--chat-template: {error}") from None
+    return template
+
+
+def check_choice(flag: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError if the value of a flag is none of those allowed; None is its default."""
+    allowed = sorted(allowed)
+    if value is not None and value not in allowed:
+        raise ValueError(f"{flag} {shown(value)} must be one of {', '.join(allowed)}.")
+
+
+def check_forms(tool_call_parser: str | None, reasoning_parser: str | None, content: str) -> None:
+    """Check the flags that name the forms of texts."""
+    from jspec.api.content import FORMATS
+    from jspec.server import readers
+
+    check_choice("--tool-call-parser", tool_call_parser, readers.CALLS)
+    check_choice("--reasoning-parser", reasoning_parser, readers.REASONING)
+    check_choice("--chat-template-content-format", content, FORMATS)
 
 
 @contextlib.contextmanager

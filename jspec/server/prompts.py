@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.api import content as contents
 from jspec.server import templates
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import ChatFields, CompletionFields, TokenizeFields
@@ -52,8 +53,13 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     try:
         if get("chat_template") is None:
             _check_template(server)
-            given = dict(chat_template=server.settings.chat_template, **options)
-            (prompt,) = server.llm.chat_prompts(messages, chat_template_kwargs=variables, **given)
+            (prompt,) = server.llm.chat_prompts(
+                messages,
+                chat_template=server.settings.chat_template,
+                chat_template_content_format=server.settings.chat_template_content_format,
+                chat_template_kwargs=variables,
+                **options,
+            )
         else:
             prompt = _of_template(server, fields.chat_template, messages, variables | options)
     except ValueError as error:
@@ -82,6 +88,8 @@ def _of_template(
         )
     tokenizer = server.llm.get_tokenizer()
     special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    form = server.settings.chat_template_content_format
+    messages = contents.formatted(messages, template, form)
     text = templates.render(template, messages, variables, special)
     return {"prompt": text, "prompt_token_ids": encode(server, text, False)}
 
@@ -119,7 +127,7 @@ def _truncated(server: Server, prompt: Prompt, count: int | None) -> Prompt:
 def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates read it.
 
-    Parts of text are joined, and the arguments of tool calls are parsed.
+    The arguments of tool calls are parsed.
     """
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
@@ -127,7 +135,10 @@ def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"{where}.role={shown(role)} must be text.", param="messages")
     message = dict(given, role="system" if role == "developer" else role)
     if isinstance(content, Sequence) and not isinstance(content, str):
-        message["content"] = "\n".join(_text_of(where, part) for part in content)
+        try:
+            message["content"] = contents.texts_of(where, content)
+        except ValueError as error:
+            raise RequestError(str(error), param="messages") from None
     elif content is None and given.get("tool_calls"):
         message["content"] = ""
     elif not isinstance(content, str):
@@ -138,15 +149,6 @@ def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("tool_calls"):
         message["tool_calls"] = [_call(where, call) for call in given["tool_calls"]]
     return message
-
-
-def _text_of(where: str, part: Any) -> str:
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return part["text"]
-    raise RequestError(
-        f"{where}.content has the part {shown(part, 80)}; only parts of text are supported.",
-        param="messages",
-    )
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
