@@ -28,6 +28,8 @@ def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
     from jspec.server.serving import Settings
 
     template = given["chat_template"] or getattr(llm.get_tokenizer(), "chat_template", None)
+    if isinstance(template, dict):  # several by name
+        template = template.get("tool_use", template.get("default"))
     given["tool_parser"] = given["tool_parser"] or readers.of_template(template)
     return Settings(defaults=of_model.of(llm, defaults), **given)
 

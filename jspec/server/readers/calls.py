@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from jspec.api import detokenizer
+from jspec.server.readers.marks import first
 
 _MARK = re.compile(r'\\.|["{}\[\]]', re.DOTALL)  # what ends strings and values of JSON
 _STRIDE = 1000  # characters that are read at a time
@@ -131,10 +131,7 @@ class CallReader:
         The mark is taken too. Return "" at the end of the text.
         """
         while True:
-            matches = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
-            at, mark = min(matches, default=(len(self._rest), ""))
-            if not mark and not self._is_end:
-                at -= detokenizer.held_back(self._rest, marks)
+            at, mark = first(self._rest, marks, self._is_end)
             take(self._rest[:at])
             self._rest = self._rest[at + len(mark) :]
             if mark or self._is_end:

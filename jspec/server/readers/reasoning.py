@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.api import detokenizer
+from jspec.server.readers.marks import first
 
 
 class ReasoningReader:
@@ -22,7 +22,8 @@ class ReasoningReader:
     def __init__(self, is_open: bool):
         self._is_open, self._is_first = is_open, True
         self._rest = ""
-        self._has_mark = self._has_reasoned = False
+        self._has_reasoned = False
+        self._begin_mark = self._end_mark = ""  # those that the text had
 
     @classmethod
     def begins_after(cls, prompt: str, variables: Mapping[str, Any]) -> bool:
@@ -39,22 +40,16 @@ class ReasoningReader:
         self._rest += text
         if self._is_first and not self._passed_begin(is_end):
             return "", ""
-        at, after = len(self._rest), len(self._rest)
+        reasoning = ""
         if self._is_open:
-            marks = (self.end, *self.implied_ends)
-            matches = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
-            if matches:
-                at, mark = min(matches)
-                after = at + len(self.end) if mark == self.end else at
-                self._is_open = False
-            elif not is_end:
-                at = after = at - detokenizer.held_back(self._rest, marks)
-            reasoning, self._rest = self._rest[:at], self._rest[after:]
-            self._has_reasoned |= bool(reasoning)
-        else:
-            reasoning = ""
-        rest = "" if self._is_open else self._rest
-        self._rest = self._rest[len(rest) :]
+            at, self._end_mark = first(self._rest, (self.end, *self.implied_ends), is_end)
+            reasoning = self._rest[:at]
+            self._rest = self._rest[at:].removeprefix(self.end)
+            self._is_open = not self._end_mark
+            self._has_reasoned |= at > 0
+        if self._is_open:
+            return reasoning, ""
+        rest, self._rest = self._rest, ""
         return reasoning, rest
 
     def _passed_begin(self, is_end: bool) -> bool:
@@ -64,26 +59,17 @@ class ReasoningReader:
             return False
         self._is_first = False
         if text.startswith(self.begin):
-            self._rest, self._is_open, self._has_mark = text[len(self.begin) :], True, True
+            self._rest, self._is_open = text[len(self.begin) :], True
+            self._begin_mark = self.begin
         return True
 
     def count(self, token_ids: Sequence[int], tokenizer: Any) -> int:
         """Return the number of tokens of reasoning in the text so far, without its marks."""
         if not self._has_reasoned:
             return 0
-        marks = (self.end, *self.implied_ends)
-
-        def is_over(count: int) -> bool:
-            text = tokenizer.decode(token_ids[:count], skip_special_tokens=False)
-            return any(mark in text for mark in marks)
-
-        num_tokens = len(token_ids)
-        size_of = lambda mark: len(tokenizer.encode(mark, add_special_tokens=False))
-        over = (
-            num_tokens
-            if self._is_open
-            else bisect.bisect_left(range(num_tokens), True, key=is_over)
-        )
-        taken = size_of(self.end) if not self._is_open else 0
-        taken += size_of(self.begin) if self._has_mark else 0
-        return max(over - taken, 0)
+        size_of = lambda mark: len(tokenizer.encode(mark, add_special_tokens=False)) if mark else 0
+        count = len(token_ids)
+        if self._end_mark:
+            has_end = lambda size: self._end_mark in tokenizer.decode(token_ids[:size])
+            count = bisect.bisect_left(range(count), True, key=has_end)
+        return max(count - size_of(self._begin_mark) - size_of(self._end_mark), 0)
