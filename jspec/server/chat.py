@@ -136,16 +136,18 @@ class Form:
         cursors: dict[int, Cursor] = {}
         output = None
         async for _, output in batch.outputs():
-            roles = [] if cursors else [self._role(output, text.index) for text in output.outputs]
+            choices: list[tuple[dict[str, Any], list[CompletionOutput]]] = []
+            if not cursors:
+                choices = [(self._role(output, text.index), []) for text in output.outputs]
             for text in output.outputs:
                 piece = cursors.setdefault(text.index, Cursor()).advance(text)
-                for choice in [*roles, *self._deltas(piece)]:
-                    event = {**head, "choices": [choice]}
-                    if is_counted:
-                        counted = self.usage(output, batch, [text]) if is_always_counted else None
-                        event["usage"] = counted
-                    yield event
-                roles = []
+                choices += [(choice, [text]) for choice in self._deltas(piece)]
+            for choice, texts in choices:
+                event = {**head, "choices": [choice]}
+                if is_counted:
+                    counted = self.usage(output, batch, texts) if is_always_counted else None
+                    event["usage"] = counted
+                yield event
         if is_counted:
             yield {**head, "choices": [], "usage": self.usage(output, batch)}
 

@@ -198,3 +198,14 @@ def test_a_streamed_response_has_the_arguments_of_its_call_in_pieces(client):
     assert "".join(deltas) == call.arguments
     (whole,) = client.responses.create(**options).output
     assert (whole.name, whole.arguments) == (call.name, call.arguments)
+
+
+def test_each_chunk_may_have_the_usage_of_its_choice(client):
+    options = dict(model=NAME, messages=MESSAGES, n=2, seed=1, max_tokens=12, stream=True)
+    options |= dict(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *chunks, last = client.chat.completions.create(**options)
+    assert [chunk.usage.completion_tokens for chunk in chunks[:2]] == [0, 0]
+    ends = [chunk.usage for chunk in chunks if chunk.choices[0].finish_reason]
+    assert [usage.completion_tokens for usage in ends] == [12, 12]
+    assert last.usage.completion_tokens == 24
+    assert {chunk.usage.prompt_tokens for chunk in [*chunks, last]} == {last.usage.prompt_tokens}

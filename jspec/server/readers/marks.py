@@ -13,8 +13,8 @@ def first(text: str, marks: Sequence[str], is_end: bool) -> tuple[int, str]:
     >>> first("a<b>c</b>", ["</b>", "<b>"], False), first("a</", ["</b>"], False)
     ((1, '<b>'), (1, ''))
     """
-    places = {mark: text.find(mark) for mark in marks}
-    there = [(at, mark) for mark, at in places.items() if at >= 0]
+    offsets = {mark: text.find(mark) for mark in marks}
+    there = [(at, mark) for mark, at in offsets.items() if at >= 0]
     if there:
         return min(there)
     return len(text) - (0 if is_end else detokenizer.held_back(text, marks)), ""
