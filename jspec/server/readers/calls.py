@@ -97,7 +97,7 @@ class CallReader:
 
     # ------------------------------------------------------------------------------------- output
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         """Add content."""
         if self._space is not None:
             text = self._space + text
@@ -105,13 +105,13 @@ class CallReader:
         if self._space is None:
             self._content.append(text)
 
-    def _begin(self, name: str, id: str | None = None) -> None:
+    def _begin_call(self, name: str, id: str | None = None) -> None:
         """Begin a call."""
         self._deltas.append(Delta(self._num_calls, name=name, id=id or self._new_id()))
         self._num_calls += 1
         self._space = ""
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""
         last = self._deltas[-1] if self._deltas else None
         if last is not None and last.name is None:
@@ -220,8 +220,8 @@ class CallReader:
             is_object = yield from self._begins_with("{", held.append)
             if key in keys and self._num_calls == count and early is None:
                 if is_object and name is not None:
-                    self._begin(name)
-                    if not (yield from self._value(self._argue)):
+                    self._begin_call(name)
+                    if not (yield from self._value(self._add_arguments)):
                         return True
                     continue
                 early = []
@@ -233,11 +233,11 @@ class CallReader:
                 if not isinstance(name, str) and key == "name":
                     return self._num_calls > count
             if name is not None and early and self._num_calls == count:
-                self._begin(name)
-                self._argue("".join(early))
+                self._begin_call(name)
+                self._add_arguments("".join(early))
         if self._num_calls == count and isinstance(name, str):
-            self._begin(name)
-            self._argue("".join(early or ["{}"]))
+            self._begin_call(name)
+            self._add_arguments("".join(early or ["{}"]))
         return self._num_calls > count
 
     def _held_arguments(self, is_object: bool, early: list[str], held: list[str]) -> Steps:

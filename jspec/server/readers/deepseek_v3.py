@@ -22,7 +22,7 @@ class DeepSeekV3(CallReader):
         return _BEGIN in template and _FENCE in template
 
     def _read(self) -> Steps:
-        while mark := (yield from self._until([_BEGIN_ALL, _BEGIN, _END_ALL], self._say)):
+        while mark := (yield from self._until([_BEGIN_ALL, _BEGIN, _END_ALL], self._add_content)):
             if mark == _BEGIN:
                 yield from self._call([mark])
 
@@ -35,8 +35,8 @@ class DeepSeekV3(CallReader):
             if held[-1] == "\n" and (yield from self._begins_with(_FENCE, held.append)):
                 held.append(self._take(_FENCE))
                 if (yield from self._begins_with("{", held.append)):
-                    self._begin(name)
-                    yield from self._value(self._argue)
+                    self._begin_call(name)
+                    yield from self._value(self._add_arguments)
                     yield from self._until([_END], dropped)
                     return
-        self._say("".join(held))
+        self._add_content("".join(held))

@@ -13,8 +13,8 @@ class Named(CallReader):
     def _read(self) -> Steps:
         while not (self._rest or self._is_end):
             yield
-        self._begin(self._name)
-        yield from self._everything(self._argue)
+        self._begin_call(self._name)
+        yield from self._everything(self._add_arguments)
 
 
 class Required(CallReader):

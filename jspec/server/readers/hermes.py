@@ -14,7 +14,7 @@ class Hermes(CallReader):
         return _BEGIN in template
 
     def _read(self) -> Steps:
-        mark = yield from self._until([_BEGIN], self._say)
+        mark = yield from self._until([_BEGIN], self._add_content)
         while mark:
             held, after = [_BEGIN], []
             if (yield from self._object(("arguments", "parameters"), held)):
@@ -22,6 +22,6 @@ class Hermes(CallReader):
                 held = [] if mark else after  # without an end, what follows is content
             else:
                 mark = ""
-            self._say("".join(held))
+            self._add_content("".join(held))
             if mark != _BEGIN:
-                mark = yield from self._until([_BEGIN], self._say)
+                mark = yield from self._until([_BEGIN], self._add_content)

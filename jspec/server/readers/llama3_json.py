@@ -24,5 +24,5 @@ class Llama3Json(CallReader):
             if not (yield from self._begins_with(";", held.append)):
                 break
             held.append(self._take(";"))
-        self._say("".join(held))
-        yield from self._everything(self._say)
+        self._add_content("".join(held))
+        yield from self._everything(self._add_content)

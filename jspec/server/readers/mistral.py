@@ -27,14 +27,14 @@ class Mistral(CallReader):
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
     def _read(self) -> Steps:
-        while (yield from self._until([_BEGIN], self._say)):
+        while (yield from self._until([_BEGIN], self._add_content)):
             held = [_BEGIN]
             if (yield from self._begins_with("[", held.append)):
                 held.append(self._take("["))
                 yield from self._list(held)
             elif self._rest.startswith("{"):
                 if not (yield from self._object(_KEYS, held)):
-                    self._say("".join(held))
+                    self._add_content("".join(held))
             else:
                 yield from self._named(held)
 
@@ -46,7 +46,7 @@ class Mistral(CallReader):
                 if held[-1] == "]":
                     return
                 break
-        self._say("".join(held))
+        self._add_content("".join(held))
 
     def _named(self, held: list[str]) -> Steps:
         """Read the name of a call and its arguments."""
@@ -61,7 +61,7 @@ class Mistral(CallReader):
             self._rest, held[-1] = mark + self._rest, ""
         is_name = mark and re.fullmatch(r"[\w.:/-]+", "".join(name).strip())
         if is_name and (yield from self._begins_with("{", held.append)):
-            self._begin("".join(name).strip(), "".join(id).strip() or None)
-            yield from self._value(self._argue)
+            self._begin_call("".join(name).strip(), "".join(id).strip() or None)
+            yield from self._value(self._add_arguments)
         else:
-            self._say("".join(held))
+            self._add_content("".join(held))

@@ -36,8 +36,8 @@ class Pythonic(CallReader):
                         held = []
                     break
                 held.append(self._take(","))
-        self._say("".join(held))
-        yield from self._everything(self._say)
+        self._add_content("".join(held))
+        yield from self._everything(self._add_content)
 
     def _call(self, held: list[str]) -> Steps:
         """Take a call; return whether it is one. Otherwise its text is added to ``held``."""
@@ -81,8 +81,8 @@ class Pythonic(CallReader):
             arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return False
-        self._begin(ast.unparse(call.func))
-        self._argue(arguments)
+        self._begin_call(ast.unparse(call.func))
+        self._add_arguments(arguments)
         return True
 
 

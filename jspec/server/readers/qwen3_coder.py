@@ -30,7 +30,7 @@ class Qwen3Coder(CallReader):
         return _FUNCTION in template and _PARAMETER in template
 
     def _read(self) -> Steps:
-        while mark := (yield from self._until([_BEGIN, _FUNCTION], self._say)):
+        while mark := (yield from self._until([_BEGIN, _FUNCTION], self._add_content)):
             held, name = [mark], []
             if mark == _BEGIN and (yield from self._begins_with(_FUNCTION, held.append)):
                 mark = self._take(_FUNCTION)
@@ -39,24 +39,24 @@ class Qwen3Coder(CallReader):
                 end = yield from self._until([">", "\n"], name.append)
                 held += [*name, end]
                 if end == ">" and (called := "".join(name).strip()):
-                    self._begin(called)
+                    self._begin_call(called)
                     yield from self._arguments(self._schemas.get(called, {}))
-                    if (yield from self._begins_with(_END, self._say)):
+                    if (yield from self._begins_with(_END, self._add_content)):
                         self._take(_END)
                     continue
-            self._say("".join(held))
+            self._add_content("".join(held))
 
     def _arguments(self, schema: Mapping[str, Any]) -> Steps:
         """Read the parameters of a function, and its end."""
         ends = [_PARAMETER, _END_FUNCTION, _END]
-        self._argue("{")
+        self._add_arguments("{")
         mark, separator = (yield from self._until(ends, dropped)), ""
         while mark == _PARAMETER:
             key: list[str] = []
             if not (yield from self._until([">"], key.append)):
                 return
             name = "".join(key).strip()
-            self._argue(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
+            self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
             separator = ", "
             types = _types(_property(schema, name), schema)
             is_text = types == {"string"}
@@ -64,7 +64,7 @@ class Qwen3Coder(CallReader):
             if mark == _END_PARAMETER:
                 mark = yield from self._until(ends, dropped)
         if mark:  # a text that was cut has arguments that are cut
-            self._argue("}")
+            self._add_arguments("}")
 
     def _string(self) -> Steps:
         """Read a text, without the line break at both ends; return the mark after it."""
@@ -76,12 +76,12 @@ class Qwen3Coder(CallReader):
                 text, state["is_first"] = text.removeprefix("\n"), False
             state["held"] = "\n" if text.endswith("\n") else ""
             text = text.removesuffix("\n")
-            self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
-        self._argue('"')
+        self._add_arguments('"')
         mark = yield from self._until([_END_PARAMETER, _PARAMETER, _END_FUNCTION], take)
         if mark:
-            self._argue('"')
+            self._add_arguments('"')
         return mark
 
     def _literal(self, types: set[str]) -> Steps:
@@ -90,7 +90,7 @@ class Qwen3Coder(CallReader):
         mark = yield from self._until([_END_PARAMETER, _PARAMETER, _END_FUNCTION], parts.append)
         if mark:
             text = "".join(parts).removeprefix("\n").removesuffix("\n")
-            self._argue(_as_json(text, types))
+            self._add_arguments(_as_json(text, types))
         return mark
 
 
