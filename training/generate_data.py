@@ -29,9 +29,10 @@ from jspec.engine import loading
 from jspec.util import values
 from jspec.util.messages import shown
 from training.command import run_command
-from training.data import readers
+from training.data import files, readers
 from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
+from training.data.ledger import Ledger
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
 from training.errors import bad_option, check_each, check_least
@@ -124,7 +125,7 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         prompts = read_prompts(
             sources,
             encoder,
-            readers.BadLines(settings.max_bad_lines),
+            Ledger(settings.max_bad_lines),
             max_positions=sizes.max_positions,
             every_turn=settings.every_turn,
             prompt_tokens=settings.prompt_tokens,
@@ -236,7 +237,7 @@ def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = facts | provenance("training.generate_data", argv)
-        readers.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
+        files.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
         return set()
     _check_same_run(path, facts)
     done, size = _complete_answers(path)
@@ -249,8 +250,8 @@ def _check_same_run(path: Path, facts: dict[str, Any]) -> None:
     """Raise ValueError if the file's provenance differs from ``facts``."""
     if not path.exists() or not path.stat().st_size:
         return
-    beside = readers.provenance_of(path)
-    before = readers.read_provenance(beside) if beside.exists() else {}
+    beside = files.provenance_of(path)
+    before = files.read_provenance(beside) if beside.exists() else {}
     was = before | (before["settings"] if isinstance(before.get("settings"), dict) else {})
     now = {key: facts[key] for key in facts if key != "settings"} | facts["settings"]
     # Earlier versions recorded neither.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.hostile.junk import anything, few, nested, refused
 from training import generate_data
 from training.data import readers
+from training.data.ledger import Ledger
 from training.data.records import FORMATS, PAIRS, TURNS
 
 KEYS = st.sampled_from(
@@ -42,7 +43,7 @@ def as_bytes(line):
 def records(path, data_format="auto", bad_lines=0):
     """Return all records of a file."""
     (source,), _ = readers.find([str(path)], readers.SourceSettings(data_format=data_format))
-    return [record for _, record in source.read(readers.BadLines(bad_lines))]
+    return [record for _, record in source.read(Ledger(bad_lines))]
 
 
 @few(200)

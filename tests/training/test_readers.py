@@ -9,8 +9,9 @@ import pytest
 
 from tests.training import words
 from tests.training.words import ids
-from training.data import readers, token_file
+from training.data import files, readers, token_file
 from training.data.encode import vocabulary_digest
+from training.data.ledger import Ledger
 from training.data.records import Chat, Text, Tokens, read_record
 from training.data.settings import DataSettings, open_data
 
@@ -139,11 +140,11 @@ def test_a_file_is_recognised_by_what_it_holds(opened, tmp_path):
 
 
 def test_a_long_plain_text_is_read_in_sections_that_are_one_document(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_SECTION", 16)
+    monkeypatch.setattr(files, "_SECTION", 16)
     lines = ["hi there", "how are you", "", "fine", "bye"] * 3
     path = write(tmp_path / "text.txt", *lines)
     (source,), _ = readers.find([path], readers.SourceSettings())
-    records = [record for _, record in source.read(readers.BadLines())]
+    records = [record for _, record in source.read(Ledger())]
     assert "".join(record.text for record in records) == "\n".join(lines) + "\n"
     assert len(records) > 3 and all(len(record.text) <= 16 for record in records)
     assert [r.begins for r in records] == [True] + [False] * (len(records) - 1)
@@ -179,10 +180,10 @@ def test_a_folder_gives_what_its_files_would_give_if_each_were_named(opened, tmp
     assert [text for text, _ in documents(held.train)] == ["how are you\n<end>"]
     assert len(list(documents(held.held_out))) == 1
     monkeypatch.setattr(readers.sources, "MAX_BYTES", 10)
-    monkeypatch.setattr(readers, "_SECTION", 8)
+    monkeypatch.setattr(files, "_SECTION", 8)
     write(folder / "text.txt", "hi", "how are you", "fine")  # longer than a section
     source = readers.find([str(folder)], readers.SourceSettings())[0][0]
-    texts = [record for _, record in source.read(readers.BadLines())]
+    texts = [record for _, record in source.read(Ledger())]
     assert [record.text for record in texts] == ["hi\n", "how are you\n", "fine\n"]
     assert [record.ends for record in texts] == [False, False, True]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from training.data import chat
-from training.data.readers import BadLines
+from training.data.ledger import Ledger
 from training.data.records import Chat, Record, Text, Tokens
 
-_VERSION = 1  # raise it with every change of the tokens of a record
+_VERSION = 2  # raise it with every change of the tokens of a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Encoder:
         )
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
-    def encode(self, records: Sequence[Record], bad: BadLines) -> Iterator[Encoded]:
+    def encode(self, records: Sequence[Record], ledger: Ledger) -> Iterator[Encoded]:
         """Yield the documents of the records, in order; a record may have none or several.
 
         Raises:
@@ -62,13 +62,15 @@ class Encoder:
         for kind, examples in ((Text, self._texts), (Chat, self._chats), (Tokens, self._tokens)):
             numbers = [i for i, record in enumerate(records) if isinstance(record, kind)]
             chosen = [records[i] for i in numbers]
-            made |= zip(numbers, examples(chosen, bad) if chosen else (), strict=True)
+            made |= zip(numbers, examples(chosen, ledger) if chosen else (), strict=True)
         for number, record in enumerate(records):
             try:
-                for ids, learned in made[number]:
-                    yield self._checked(ids, learned, record.group)
+                documents = [self._checked(*example, record.group) for example in made[number]]
             except ValueError as error:
-                bad.add(record.where, error)
+                ledger.refuse(record.where, error)
+                continue
+            ledger.source.records += bool(documents)
+            yield from documents
 
     def _checked(self, ids: Sequence[int], learned: Sequence[bool], group: int) -> Encoded:
         ids, learned = np.array(ids), np.array(learned, bool)
@@ -83,17 +85,17 @@ class Encoder:
             )
         return Encoded(ids, learned, group)
 
-    def _tokens(self, records: list[Tokens], _: BadLines) -> list[list[chat.Example]]:
+    def _tokens(self, records: list[Tokens], _: Ledger) -> list[list[chat.Example]]:
         return [
             [((*r.prompt, *r.answer), [False] * len(r.prompt) + [True] * len(r.answer))]
             for r in records
         ]
 
-    def _chats(self, records: list[Chat], bad: BadLines) -> list[list[chat.Example]]:
-        refuse = lambda number, reason: bad.add(records[number].where, reason)
+    def _chats(self, records: list[Chat], ledger: Ledger) -> list[list[chat.Example]]:
+        refuse = lambda number, reason: ledger.refuse(records[number].where, reason)
         return self.template.examples([record.messages for record in records], refuse)
 
-    def _texts(self, records: list[Text], _: BadLines) -> list[list[chat.Example]]:
+    def _texts(self, records: list[Text], _: Ledger) -> list[list[chat.Example]]:
         ids: list[list[int]] = [[]] * len(records)
         for begins in (True, False):
             chosen = [i for i, record in enumerate(records) if record.begins == begins]

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from training.data.chat import Messages
 from training.data.encode import Encoder
-from training.data.readers import BadLines, Source
+from training.data.files import Source
+from training.data.ledger import Ledger
 from training.data.records import Chat, Record, Text, Tokens, hash_64
 
 
@@ -39,14 +40,14 @@ class Prompt:
 def read_prompts(
     sources: Sequence[Source],
     encoder: Encoder,
-    bad: BadLines,
+    ledger: Ledger,
     *,
     max_positions: int,
     every_turn: bool = False,
     prompt_tokens: int = 0,
     stride: int = 0,
 ) -> list[Prompt]:
-    """Return the prompts of all sources, in their order; ``bad`` counts unusable ones.
+    """Return the prompts of all sources, in their order; ``ledger`` counts unusable ones.
 
     A prompt must leave room for one token in the target's ``max_positions``. ``every_turn`` answers
     every message of the user and replaces the assistant's; else they stay, except the last answer.
@@ -58,14 +59,15 @@ def read_prompts(
     seen: Counter[str] = Counter()
     prompts = []
     for source in sources:
-        for _, record in source.read(bad):
+        ledger.open(source.name)
+        for _, record in source.read(ledger):
             if isinstance(record, Chat):
                 encoder.template  # noqa: B018  a missing template is no fault of a line
             try:
                 of_record = list(_of_record(record, encoder, every_turn, prompt_tokens, stride))
                 lengths = [_length(prompt, encoder, max_positions) for prompt in of_record]
             except ValueError as error:
-                bad.add(record.where, error)
+                ledger.refuse(record.where, error)
                 continue
             for prompt, length in zip(of_record, lengths, strict=True):
                 key = f"{prompt.key}-{seen[prompt.key]}" if seen[prompt.key] else prompt.key

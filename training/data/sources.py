@@ -189,7 +189,7 @@ def _hidden(name: str) -> bool:
 def _read(path: Path, left_out: Counter[str]) -> str:
     """Return the text of a file, or "" if it has none."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         left_out["not UTF-8"] += 1
         return ""
@@ -204,7 +204,7 @@ def _cleaned(path: Path, left_out: Counter[str]) -> str:
     text, reason = "", "shorter or longer than files worth reading"
     if MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")
         except UnicodeDecodeError:
             reason = "not UTF-8"
     text = _without_licence(text.replace("\r\n", "\n").expandtabs(4))

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from training.data.encode import Encoded, Encoder, vocabulary_digest
-from training.data.readers import BadLines, Source
+from training.data.files import Source
+from training.data.ledger import Ledger
 from training.progress import progress
 
 _BATCH = 512  # records that the tokenizer gets at once
@@ -58,7 +59,7 @@ def tokenized(
         cache.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
         try:
-            _build(aside, sources, encoder, BadLines(max_bad_lines))
+            _build(aside, sources, encoder, Ledger(max_bad_lines))
             aside.rename(folder)
         except OSError:
             if not (folder / _RECORD).exists():  # else another process was faster
@@ -77,11 +78,11 @@ def tokenized(
     return TokenFile(tokens, learned, ends, groups, facts)
 
 
-def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> None:
+def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, ledger: Ledger) -> None:
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     digest, lengths, groups, learned = hashlib.sha256(), [], [], 0
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learned.bin").open("wb") as marks:
-        for document in _documents(sources, encoder, bad):
+        for document in _documents(sources, encoder, ledger):
             for file, array in ((tokens, document.ids.astype(dtype)), (marks, document.learned)):
                 part = array.tobytes()
                 file.write(part)
@@ -103,22 +104,23 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLi
         "documents": len(lengths),
         "tokens": sum(lengths),
         "learned_tokens": learned,
-        "bad_lines": bad.count,
+        "bad_lines": ledger.bad_lines,
         "dtype": dtype.name,
         "sha256": digest.hexdigest(),
     }
     (folder / _RECORD).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def _documents(sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> Iterator[Encoded]:
+def _documents(sources: Sequence[Source], encoder: Encoder, ledger: Ledger) -> Iterator[Encoded]:
     """Yield the documents of all sources, with a progress bar on stderr."""
     total = sum(source.size for source in sources)
     with progress("tokenizing", total, counted=False) as update:
         size = tokens = 0
         for source in sources:
-            records = source.read(bad)
+            ledger.open(source.name)
+            records = source.read(ledger)
             while group := list(itertools.islice(records, _BATCH)):
-                for document in encoder.encode([record for _, record in group], bad):
+                for document in encoder.encode([record for _, record in group], ledger):
                     tokens += len(document.ids)
                     yield document
                 size += sum(part for part, _ in group)
