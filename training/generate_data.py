@@ -202,6 +202,7 @@ def _line(prompt: Prompt, texts: list[str], output: RequestOutput, params: Sampl
     if not prompt.token_ids:
         answered = {"role": "assistant", "content": answer.text}
         line["messages"] = [*prompt.messages(texts), answered]
+        line |= {"tools": list(prompt.tools)} if prompt.tools else {}
     return line
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests.training import words
 from tests.training.words import DIALOGUE, ids
 from training.data import chat
+from training.data.records import Chat
 
 FIRST = ["<user>", "hi", " ", "there", "<end>", "\n", "<assistant>"]
 SECOND = ["how", " ", "are", " ", "you", "<end>"]  # the model emits the end of the turn
@@ -14,7 +15,7 @@ FOURTH = ["bye", "<end>"]
 
 def examples(template, messages=DIALOGUE, **options):
     opened = chat.open_template(words.tokenizer(template), **options)
-    (examples,) = opened.examples([messages], refuse)
+    (examples,) = opened.examples([Chat("file:1", tuple(messages))], refuse)
     return [(list(tokens), mask.tolist()) for tokens, mask in examples]
 
 
@@ -73,9 +74,8 @@ def test_a_template_can_be_given_as_a_file(tmp_path):
 def test_one_refused_conversation_leaves_the_others_as_they_are():
     refused = []
     template = chat.open_template(words.tokenizer(words.PLAIN))
-    examples = template.examples(
-        [DIALOGUE, DIALOGUE[:1], DIALOGUE[:2]], lambda *why: refused.append(why)
-    )
+    chats = [Chat("file:1", messages) for messages in (DIALOGUE, DIALOGUE[:1], DIALOGUE[:2])]
+    examples = template.examples(chats, lambda *why: refused.append(why))
     assert [len(each) for each in examples] == [1, 0, 1]
     assert [number for number, _ in refused] == [1]
     ((tokens, mask),) = examples[2]

@@ -11,7 +11,7 @@ import numpy as np
 
 from training.data import chat
 from training.data.ledger import Ledger
-from training.data.records import Chat, Record, Text, Tokens
+from training.data.records import Chat, Record, Text, Tokens, hash_64
 
 _VERSION = 2  # raise it with every change of the tokens of a record
 
@@ -23,6 +23,15 @@ class Encoded:
     ids: np.ndarray  # int64 [n], at least two
     learned: np.ndarray  # bool [n], whether a token is a label; at least one is
     group: int  # see ``records.Text.group``.
+
+    @property
+    def prompt(self) -> int:
+        """64 bits of the tokens before the first label, on which acceptance is measured.
+
+        A document with fewer than two of them has no prompt; then it is ``group``.
+        """
+        first = int(self.learned.argmax())
+        return hash_64(repr(self.ids[:first].tolist())) if first > 1 else self.group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +102,8 @@ class Encoder:
 
     def _chats(self, records: list[Chat], ledger: Ledger) -> list[list[chat.Example]]:
         refuse = lambda number, reason: ledger.refuse(records[number].where, reason)
-        return self.template.examples([record.messages for record in records], refuse)
+        ignore = lambda part: ledger.source.unused.update([part])
+        return self.template.examples(records, refuse, ignore)
 
     def _texts(self, records: list[Text], _: Ledger) -> list[list[chat.Example]]:
         ids: list[list[int]] = [[]] * len(records)

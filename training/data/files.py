@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from jspec.util import values
 from jspec.util.messages import shown
 from training.data.ledger import Ledger
-from training.data.records import Record, Text, kinds, read_record
+from training.data.records import Record, Text, kinds, read_record, unused_keys
 
 LINES = (".jsonl", ".ndjson")
 _JSON = (*LINES, ".json")
@@ -165,6 +165,7 @@ def recognised(
         except ValueError as error:
             ledger.refuse(where, error)
             continue
+        ledger.source.unused.update(f"the key {key!r}" for key in unused_keys(entry, record))
         yield size, record
 
 

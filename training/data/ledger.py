@@ -20,9 +20,8 @@ class SourceCount:
     unused: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def facts(self) -> dict[str, Any]:
-        """Return the counts for JSON; empty ones are left out."""
-        facts = dataclasses.asdict(self) | {"unused": dict(self.unused.most_common())}
-        return {name: value for name, value in facts.items() if value not in ([], {}, 0)}
+        """Return the counts for JSON."""
+        return dataclasses.asdict(self) | {"unused": dict(self.unused.most_common())}
 
 
 class Ledger:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from training.data.chat import Messages
+from training.data.chat import Messages, Tools
 from training.data.encode import Encoder
 from training.data.files import Source
 from training.data.ledger import Ledger
@@ -23,6 +23,7 @@ class Prompt:
     # of a conversation: the messages before each answer of the target, without the answers; one
     # empty turn for a text.
     turns: tuple[Messages, ...] = ((),)
+    tools: Tools = ()  # of a conversation
     length: int = 0  # tokens before the first answer
 
     def messages(self, answers: Sequence[str]) -> list[dict]:
@@ -34,7 +35,7 @@ class Prompt:
 
     def encoded(self, answers: Sequence[str], encoder: Encoder) -> tuple[int, ...]:
         """Return the token ids before the next answer; ValueError if the template refuses."""
-        return self.token_ids or tuple(encoder.template.prompt(self.messages(answers)))
+        return self.token_ids or tuple(encoder.template.prompt(self.messages(answers), self.tools))
 
 
 def read_prompts(
@@ -83,7 +84,9 @@ def _of_record(
 ) -> Iterator[Prompt]:
     if isinstance(record, Chat):
         turns = _every_turn(record.messages) if every_turn else [_last_turn(record.messages)]
-        yield Prompt(record.where, f"{hash_64(json.dumps(turns)):016x}", turns=tuple(turns))
+        asked = [turns, record.tools] if record.tools else turns
+        key = f"{hash_64(json.dumps(asked)):016x}"
+        yield Prompt(record.where, key, turns=tuple(turns), tools=record.tools)
         return
     if isinstance(record, Tokens):
         parts: Iterable[Sequence[int]] = [record.prompt]
@@ -115,13 +118,17 @@ def _last_turn(messages: Messages) -> Messages:
             raise ValueError(
                 "the user speaks twice in a row: an answer is missing between; give --every-turn"
             )
-    if not messages or messages[-1]["role"] != "user":
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("no message of the user leads to an answer")
     return messages
 
 
 def _every_turn(messages: Messages) -> list[Messages]:
     """Return the messages before each answer, without the assistant's."""
+    if any(message["role"] == "tool" for message in messages):
+        raise ValueError(
+            "holds results of tools, which new answers may not call for; leave --every-turn out"
+        )
     turns: list[Messages] = []
     waiting: list = []
     for message in messages:

@@ -6,19 +6,16 @@ Every known spelling is listed here; a line that can be read in two ways is refu
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
+from training.data.messages import Message, is_learned, read_message, read_tools
 
 FORMATS = ("auto", "text", "chat", "tokens")
 
-# Names of the three roles that every chat template has, ShareGPT's included.
-ROLES = {
-    **{"system": "system", "human": "user", "user": "user"},
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
-}
 TURNS = ("messages", "conversations", "conversation")
 # A question and its answer, by the names of public datasets.
 PAIRS = (
@@ -26,6 +23,11 @@ PAIRS = (
     *(("question", "answer"), ("instruction", "output")),
 )
 ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and generate_data's
+# All keys of generate_data's lines; most of them only show how an answer was made.
+_GENERATED = (
+    *("key", "turn", "turns", PROMPT_IDS, ANSWER, "text", "messages", "tools"),
+    *("temperature", "top_p", "seed", "finish_reason"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Text:
 
     @property
     def group(self) -> int:
-        """64 bits: documents of one group stay on one side of the held-out split."""
+        """64 bits: records of one group stay on one side of the held-out split."""
         return hash_64(self.text)
 
 
@@ -48,13 +50,15 @@ class Chat:
     """A conversation; the assistant's turns are labels."""
 
     where: str  # as in ``Text``
-    # dicts of ``role`` (system, user, assistant) and ``content``.
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # descriptions of functions, for the template
 
     @property
     def group(self) -> int:
-        """As ``Text.group``."""
-        return hash_64(json.dumps(self.messages))
+        """As ``Text.group``: a hash of the messages before the first learned answer."""
+        answers = (i for i, m in enumerate(self.messages) if is_learned(m))
+        opening = self.messages[: next(answers, None)]
+        return hash_64(json.dumps([(message["role"], message["content"]) for message in opening]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +68,17 @@ class Tokens:
     where: str  # as in ``Text``
     prompt: tuple[int, ...]  # ids that are no labels, may be none
     answer: tuple[int, ...]  # ids that are labels, at least one
-    key: str = ""  # of the prompt in a generated file; answers to a prompt share it up to a hyphen
+    key: str = ""  # of the conversation in a generated file; all its turns have it
 
     @property
     def group(self) -> int:
         """As ``Text.group``."""
-        return hash_64(self.key.partition("-")[0] or repr((self.prompt, self.answer)))
+        generated = _KEY.match(self.key)
+        return hash_64(generated[1] if generated else repr((self.prompt, self.answer)))
 
+
+# Keys of generate_data: a hash of the prompt, and a number if it was asked before.
+_KEY = re.compile(r"([0-9a-f]{16})(-\d+)?$")
 
 Record = Text | Chat | Tokens
 
@@ -100,6 +108,21 @@ def read_record(line: Any, where: str, data_format: str = "auto") -> Record:
             f"has nothing of --data-format {data_format} among {_listed(line)}; {_KNOWN}"
         )
     return _READERS[data_format](line, where)
+
+
+def unused_keys(line: Mapping, record: Record) -> list[str]:
+    """Return the keys of a line that ``read_record`` did not read."""
+    if isinstance(record, Tokens):
+        used: set[str] = set(_GENERATED)
+    elif isinstance(record, Text):
+        used = {"text" if "text" in line else "prompt"}
+    else:
+        used = {"tools", *((*TURNS, "turns") if _has_turns(line) else _question(line))}
+        if record.messages[0]["content"] == line.get("system"):
+            used.add("system")
+        if "instruction" in used and isinstance(line.get("input"), str):
+            used.add("input")
+    return [str(key) for key, value in line.items() if value is not None and key not in used]
 
 
 def kinds(line: Mapping) -> list[str]:
@@ -139,10 +162,10 @@ def _chat(line: Mapping, where: str) -> Chat:
     system = line.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return Chat(where, tuple(messages))
+    return Chat(where, tuple(messages), read_tools(line.get("tools")))
 
 
-def _turns(line: Mapping) -> list[dict]:
+def _turns(line: Mapping) -> list[Message]:
     """Return the messages of a conversation, or the user's alone (``turns``, as in MT-Bench)."""
     names = [name for name in (*TURNS, "turns") if name in line]
     if len(names) > 1:
@@ -154,44 +177,35 @@ def _turns(line: Mapping) -> list[dict]:
         raise ValueError(f"{names[0]!r} is {_short(turns)}; it must be a list of turns")
     if names[0] == "turns":
         turns = [{"role": "user", "content": turn} for turn in turns]
-    return [_message(turn) for turn in turns]
+    return [read_message(turn) for turn in turns]
 
 
-def _message(turn: Any) -> dict:
-    """Return one turn: OpenAI's ``role`` and ``content``, or ShareGPT's ``from`` and ``value``."""
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {_short(turn)} is no object with 'role' and 'content'")
-    role, content = (
-        turn.get(new) if turn.get(new) is not None else turn.get(old)
-        for new, old in (("role", "from"), ("content", "value"))
-    )
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role {_short(role)} is unknown; known are {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise ValueError(f"the content of {role} is {_short(content)}; it must be a text")
-    return {"role": ROLES[role], "content": content}
-
-
-def _pair(line: Mapping) -> list[dict]:
-    """Return a question and, if there is one, its answer."""
+def _question(line: Mapping) -> tuple[str, str]:
+    """Return the keys of a question and its answer."""
     matches = [pair for pair in PAIRS if pair[0] in line]
     complete = [pair for pair in matches if line.get(pair[1]) is not None]
     if len(complete) > 1 or len({question for question, _ in matches}) > 1:
         raise ValueError(f"holds more than one question or answer among {_listed(line)}; leave one")
-    question, answer = (complete or matches)[0]
+    return (complete or matches)[0]
+
+
+def _pair(line: Mapping) -> list[Message]:
+    """Return a question and, if there is one, its answer."""
+    question, answer = _question(line)
     asked = line[question]
     more = line.get("input")
     if question == "instruction" and isinstance(asked, str) and isinstance(more, str) and more:
         asked = f"{asked}\n\n{more}"
     messages = _messages("user", asked)
-    return messages + _messages("assistant", line[answer]) if complete else messages
+    answered = line.get(answer) is not None
+    return messages + _messages("assistant", line[answer]) if answered else messages
 
 
-def _messages(role: str, content: Any) -> list[dict]:
+def _messages(role: str, content: Any) -> list[Message]:
     """Return a text as one message; TRL's data hold lists of messages instead."""
     if isinstance(content, Sequence) and not isinstance(content, str) and len(content):
-        return [_message(turn) for turn in content]
-    return [_message({"role": role, "content": content})]
+        return [read_message(turn) for turn in content]
+    return [read_message({"role": role, "content": content})]
 
 
 def _tokens(line: Mapping, where: str) -> Tokens:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import platformdirs
 
+from training.data.coverage import coverage
 from training.data.encode import Encoder
 from training.data.packing import LongDocuments, PackedRows, Packing, pack
 from training.data.readers import SourceSettings, find
+from training.data.split import are_linked, is_held_out, split_facts
 from training.data.token_file import tokenized
 from training.errors import bad_option, check_choice, check_each, check_least
 
@@ -30,7 +32,7 @@ class DataSettings(SourceSettings):
     # documents longer than a window: cut into pieces, truncate to the first piece, or drop
     long_documents: LongDocuments = "cut"
     held_out_share: float = 0.0  # share of the documents that is held out of training
-    held_out_data: tuple[str, ...] = ()  # more held-out data; its copies in --data are held out too
+    held_out_data: tuple[str, ...] = ()  # more held-out data; its prompts in --data are left out
     cache: str = ""  # folder of tokenised data (default: in the user's cache)
 
     def __post_init__(self):
@@ -59,7 +61,7 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     """Read, tokenise (or find tokenised), split and pack the data.
 
     The tokenizer and ``vocab_size`` are those of the model that reads the tokens. No training
-    document is a copy of a held-out one.
+    document is a copy of a held-out one, or answers the same prompt.
 
     Raises:
       ValueError: data cannot be read, hold too many bad lines, or leave one side of a split empty.
@@ -78,9 +80,9 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     file = make(sources)
     if apart:
         other = make(apart)
-        held, train = np.arange(len(other.ends)), ~np.isin(file.groups, other.groups)
+        held, train = np.arange(len(other.ends)), ~are_linked(file.groups, other.groups)
     else:
-        other, train = file, file.groups.astype(np.float64) / 2.0**64 >= settings.held_out_share
+        other, train = file, ~is_held_out(file.groups, settings.held_out_share)
         held = np.flatnonzero(~train)
     if settings.held_out_share and not len(held):
         remedy = f"it holds out none of {len(train)} documents; raise it, or name --held-out-data"
@@ -90,8 +92,15 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     how = {"packing": settings.packing, "long_documents": settings.long_documents}
     rows = pack(file, np.flatnonzero(train), settings.length, **how)
     held_out = pack(other, held, settings.length, **how) if len(held) else None
-    told = {"left_out": dict(left_out + more)} if left_out or more else {}
-    return Data(rows, held_out, _describe(settings, rows, held_out) | told)
+    record = _describe(settings, rows, held_out)
+    record["train"]["account"] = coverage(rows, np.flatnonzero(train), settings.long_documents)
+    if held_out:
+        record["held_out"]["account"] = coverage(held_out, held, settings.long_documents)
+    moved = len(train) - int(train.sum()) if apart else 0
+    record["split"] = split_facts(file.groups[train], other.groups[held], moved)
+    record["read"] = [*file.by_source, *(other.by_source if apart else ())]
+    record |= {"left_out": dict(left_out + more)} if left_out or more else {}
+    return Data(rows, held_out, record)
 
 
 def _describe(settings: DataSettings, train: PackedRows, held_out: PackedRows | None) -> dict:

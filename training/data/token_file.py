@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +30,11 @@ class TokenFile:
     tokens: np.ndarray  # uint16 or uint32 [n], memory-mapped
     learned: np.ndarray  # bool [n], memory-mapped: whether a token is a label
     ends: np.ndarray  # int64 [documents], end of each document in ``tokens``
-    groups: np.ndarray  # uint64 [documents], see ``records.Text.group``.
+    # uint64 [documents, 2]: ``group`` and ``prompt`` of ``encode.Encoded``.
+    groups: np.ndarray
     description: dict  # counts, sources and the sha256 of all content, for the provenance
+    # what was read of each source, in order: ``ledger.SourceCount`` and its ``documents``
+    by_source: Sequence[Mapping[str, Any]] = ()
 
     @property
     def lengths(self) -> np.ndarray:
@@ -75,20 +80,22 @@ def tokenized(
     tokens = np.memmap(folder / "tokens.bin", facts["dtype"], mode="r")
     learned = np.memmap(folder / "learned.bin", np.bool_, mode="r")
     ends, groups = (np.load(folder / f"{name}.npy") for name in ("ends", "groups"))
-    return TokenFile(tokens, learned, ends, groups, facts)
+    return TokenFile(tokens, learned, ends, groups, facts, facts.pop("by_source"))
 
 
 def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, ledger: Ledger) -> None:
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     digest, lengths, groups, learned = hashlib.sha256(), [], [], 0
+    documents: Counter[int] = Counter()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learned.bin").open("wb") as marks:
-        for document in _documents(sources, encoder, ledger):
+        for number, document in _documents(sources, encoder, ledger):
             for file, array in ((tokens, document.ids.astype(dtype)), (marks, document.learned)):
                 part = array.tobytes()
                 file.write(part)
                 digest.update(part)
+            documents[number] += 1
             lengths.append(len(document.ids))
-            groups.append(document.group)
+            groups.append((document.group, document.prompt))
             learned += int(document.learned.sum())
         for file in (tokens, marks):
             file.flush()
@@ -107,21 +114,27 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, ledger: Le
         "bad_lines": ledger.bad_lines,
         "dtype": dtype.name,
         "sha256": digest.hexdigest(),
+        "by_source": [
+            source.facts() | {"documents": documents[number]}
+            for number, source in enumerate(ledger.sources)
+        ],
     }
     (folder / _RECORD).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def _documents(sources: Sequence[Source], encoder: Encoder, ledger: Ledger) -> Iterator[Encoded]:
-    """Yield the documents of all sources, with a progress bar on stderr."""
+def _documents(
+    sources: Sequence[Source], encoder: Encoder, ledger: Ledger
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield (number of the source, document) of all sources, with a progress bar on stderr."""
     total = sum(source.size for source in sources)
     with progress("tokenizing", total, counted=False) as update:
         size = tokens = 0
-        for source in sources:
+        for number, source in enumerate(sources):
             ledger.open(source.name)
             records = source.read(ledger)
             while group := list(itertools.islice(records, _BATCH)):
                 for document in encoder.encode([record for _, record in group], ledger):
                     tokens += len(document.ids)
-                    yield document
+                    yield number, document
                 size += sum(part for part, _ in group)
                 update(size, f"{source.name} {tokens:,} tokens", False)
