@@ -9,9 +9,9 @@ provenance file.
 """
 
 import dataclasses
-import functools
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from typing import Any
 import jax
 
 from jspec import ops
+from jspec.checkpoints import checkpoint
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from training import trainer
 from training.command import run_command
+from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
 from training.errors import bad_option
@@ -120,16 +122,34 @@ def run(
 
 def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """Load the target and its data."""
+    _check_length(settings, loading.sizes(settings.target).max_positions)
     trainer.start_processes(settings.trainer)
     target = loading.load(settings.target, settings.weights_dtype)
     # Many rows at a time gain nothing, and ``training.linear`` takes arrays.
     target = dataclasses.replace(target, params=ops.untransposed(target.params))
-    length, most = settings.data.length, target.config.max_positions
+    read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
+    data = trainer.first_process_first(read)
+    if jax.process_index() == 0:
+        report.print_summary(data, settings.data)
+    return target, data
+
+
+def show_data(settings: DistillSettings) -> None:
+    """Print what a run would learn from its data; the target's weights are not read."""
+    sizes = loading.sizes(settings.target)
+    _check_length(settings, sizes.max_positions)
+    tokenizer = checkpoint.load_tokenizer(settings.target)
+    with tempfile.TemporaryDirectory() as cache:
+        asked = dataclasses.replace(settings.data, cache=cache)
+        report.print_all(open_data(asked, tokenizer, sizes.vocab_size), asked, tokenizer)
+
+
+def _check_length(settings: DistillSettings, most: int) -> None:
+    """Raise OptionError if windows are longer than the target's ``most`` positions."""
+    length = settings.data.length
     if length >= most:
         remedy = f"the target has {most} positions, and a window has one token more; take fewer"
         raise bad_option("length", length, remedy)
-    read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
-    return target, trainer.first_process_first(read)
 
 
 def _criterion(settings: DistillSettings, data: Data) -> dict[str, Any]:
@@ -179,9 +199,16 @@ def _fields(config: str) -> list[str]:
 def run_method(name: str, argv: Sequence[str] | None = None, *, module: str) -> int:
     """Run one method as a command; see ``run_command`` for the exit code."""
     method, argv = METHODS[name], list(sys.argv[1:] if argv is None else argv)
+
+    def run_or_show(settings: DistillSettings, argv: Sequence[str]) -> None:
+        if settings.dry_run:
+            show_data(settings)
+        else:
+            run(method, settings, argv, module=module)
+
     return run_command(
         method.options(argv),
-        functools.partial(run, method, module=module),
+        run_or_show,
         argv,
         module=module,
         description=f"{method.description} Run it again with the same options to resume.",

@@ -112,6 +112,7 @@ def check_run(folder, target, method, model=None, **keys):
     assert (folder / "curves.png").stat().st_size > 1000
     provenance = json.loads((folder / "export" / "provenance.json").read_text())
     assert provenance["steps"] == 6
+    assert provenance["data"]["train"]["account"]["learned_tokens"] > 0
     assert str(folder) not in json.dumps(provenance)
     config = {"method": method, "model": str(model or folder / "export"), **keys}
     drafted = generate(target, config | {"num_speculative_tokens": 2})
@@ -171,10 +172,11 @@ def test_a_head_trains_further_from_its_files(words, target, tmp_path, capsys):
     assert "holds another run: --head " in capsys.readouterr().err
 
 
-def test_a_run_without_held_out_data_exports_its_last_weights(words, target, tmp_path):
+def test_a_run_without_held_out_data_exports_its_last_weights(words, target, tmp_path, capsys):
     index = words.index("--held-out-modules")
     apart = [*words[:index], *words[index + 2 :], "--acceptance-prompts", "0"]
     assert distil("medusa", [*apart, "--output", str(tmp_path / "run")]) == 0
+    assert re.search(r"data: train: \d+ documents of .* are learned\n", capsys.readouterr().err)
     config = {"method": "medusa", "model": str(tmp_path / "run/export")}
     assert generate(target, config | {"num_speculative_tokens": 2}) == plain(target)
 

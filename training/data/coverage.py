@@ -7,7 +7,8 @@ import numpy as np
 from training.data.packing import PackedRows
 from training.data.token_file import TokenFile
 
-_LEFT_OUT = {
+# Reasons why tokens are in no window, by ``long_documents``; the last one holds for all documents.
+LEFT_OUT = {
     "drop": "longer than a window",
     "truncate": "behind the first window of a long document",
     "cut": "pieces without anything to learn",
@@ -34,8 +35,8 @@ def coverage(rows: PackedRows, documents: np.ndarray, long_documents: str) -> di
     left = lengths - counts["used"]
     reasons = np.where(
         (lengths <= width) | (left < lengths) & (long_documents != "truncate"),
-        _LEFT_OUT["cut"],
-        _LEFT_OUT[long_documents],
+        LEFT_OUT["cut"],
+        LEFT_OUT[long_documents],
     )
     origins = _origins(file)[documents]
 
