@@ -6,8 +6,10 @@ import pytest
 
 from tests.training import thinking, words
 from tests.training.thinking import ANSWER, CALL, DIALOGUE, LAST, LATER, RESULT, TOOLS, USER
+from training.data import readers
 from training.data.encode import Encoder
 from training.data.ledger import Ledger
+from training.data.prompts import read_prompts
 from training.data.records import Chat, read_record
 from training.data.settings import DataSettings, open_data
 
@@ -197,3 +199,33 @@ def test_a_part_of_an_answer_that_the_template_drops_is_named(name):
     )
     _, ledger = encoded({"messages": [USER, ANSWER]}, template)
     assert f"{name!r} of answers, which the chat template changes" in ledger.source.unused
+
+
+def asked(tmp_path, *lines, **options):
+    """Return the prompts of lines as texts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = thinking.tokenizer(thinking.OBJECTS)
+    encoder = Encoder(tokenizer, len(tokenizer))
+    sources, _ = readers.find([str(path)], readers.SourceSettings())
+    prompts = read_prompts(sources, encoder, Ledger(), max_positions=10_000, **options)
+    return [tokenizer.decode(prompt.encoded((), encoder)) for prompt in prompts], prompts
+
+
+def test_the_target_answers_the_prompts_that_are_learned_from(tmp_path, capsys):
+    lines = [{"messages": DIALOGUE[:count], "tools": TOOLS, "id": 7} for count in (2, 4, 6)]
+    texts, prompts = asked(tmp_path, *lines)
+    for text, line in zip(texts, lines, strict=True):
+        (*_, (whole, learned)), _ = encoded(line)
+        answer = whole.removeprefix(text).removesuffix("\n")
+        assert whole.startswith(text) and learned.endswith(answer)
+    assert prompts[0].tools == tuple(TOOLS)
+    printed = capsys.readouterr().err
+    assert printed == "without effect in prompts.jsonl: the key 'id' (3 records)\n"
+
+
+def test_results_of_tools_are_not_answered_turn_by_turn(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"prompts\.jsonl:1: holds results of tools, .* leave --ev"
+    ):
+        asked(tmp_path, {"messages": DIALOGUE}, every_turn=True)

@@ -102,11 +102,13 @@ def test_windows_hold_every_input_and_its_target_once():
         )
 
 
-def test_no_source_gives_more_text_than_its_cap(sources, tmp_path):
+def test_no_source_gives_more_text_than_its_cap(sources, tmp_path, capsys):
     corpus = data.prepare(
         tmp_path, [str(sources)], [HELD_OUT], vocab_size=300, source_megabytes=0.004
     )
     assert 0 < corpus.description["train"]["bytes"] <= 4000
+    assert corpus.description["left_out"] == {"beyond --source-megabytes": 1}
+    assert "left out of the data: 1 beyond --source-megabytes" in capsys.readouterr().err
 
 
 def test_the_corpus_is_built_once_and_again_only_for_another_request(sources, tmp_path):

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from training.batches import Batch
-from training.data.sources import Document, find_documents, is_package
+from training.data.sources import Document, find_documents, is_package, print_left_out
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 _TOGETHER = 256  # documents that the tokenizer gets at once
@@ -68,7 +68,11 @@ def prepare(
         documents = find_documents(sources, package_paths, holdout, left_out)
         parts = _split(documents, holdout, seed)
         if source_megabytes:
-            parts["train"] = _capped(parts["train"], 1e6 * source_megabytes)
+            whole = parts["train"]
+            parts["train"] = _capped(whole, 1e6 * source_megabytes)
+            capped = Counter({"beyond --source-megabytes": len(whole) - len(parts["train"])})
+            print_left_out(+capped)
+            left_out += capped
         tokenizer = train_tokenizer([document.text for document in parts["train"]], vocab_size)
         save_tokenizer(tokenizer, directory / "tokenizer", max_length)
         counts = {

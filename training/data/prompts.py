@@ -76,6 +76,7 @@ def read_prompts(
                 prompts.append(dataclasses.replace(prompt, key=key, length=length))
     if not prompts:
         raise ValueError("the prompts hold nothing to ask; give other files")
+    ledger.print_unused()
     return prompts
 
 

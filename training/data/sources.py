@@ -93,11 +93,11 @@ def collect(
             documents.append(Document(source, module, text))
             seen |= lines
             held |= lines if apart else set()
-    _print_left_out(left_out)
+    print_left_out(left_out)
     return documents
 
 
-def _print_left_out(left_out: Counter[str]) -> None:
+def print_left_out(left_out: Counter[str]) -> None:
     """Print on stderr how many files are left out by reason."""
     if not left_out:
         return

@@ -62,6 +62,8 @@ class Settings(method.DistillSettings):
         if not self.head.head and self.depth > deepest:
             remedy = f"a block of --block-size {self.head.block_size} drafts {deepest} tokens"
             raise bad_option("num_speculative_tokens", self.depth, remedy)
+        if not self.head.head:  # no block begins at the first token
+            method.check_length(self, deepest + 1, f"--block-size {self.head.block_size}")
         if self.format == "dflash" and self.head.draft_vocab_size:
             remedy = "the authors' layout knows all tokens; take --format dflash-speculators"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
@@ -147,6 +149,7 @@ def _head(settings: Settings, target: LoadedModel, data: Data):
     head = loading.load_head(folder, sizes, kind=settings.variant, dtype="float32")
     head = loading.sharing(head, target.params.embedding)
     config = method.in_float32(head.config)
+    method.check_length(settings, config.max_depth + 1, f"--head {folder}")
     if weight and not config.spark.confidence:
         remedy = "this head guesses no probability of acceptance; take 0"
         raise bad_option("confidence_weight", weight, remedy)

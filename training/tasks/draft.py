@@ -230,6 +230,9 @@ class Settings(method.DistillSettings):
     def __post_init__(self):
         super().__post_init__()
         self.parallel.check(self.depth)
+        if self.parallel.parallel:
+            depths = self.parallel.slots.depths
+            method.check_length(self, depths, f"--depths {depths}")
         if bool(self.draft) == bool(self.draft_layers):
             remedy = "give either --draft DIR or --draft-layers 0 3 ..."
             raise bad_option("draft", self.draft, remedy)

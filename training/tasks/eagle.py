@@ -83,6 +83,10 @@ class Settings(method.DistillSettings):
         self.parallel.check(self.depth)
         if self.parallel.parallel:
             self._check_parallel()
+        ahead, option = self.recipe.unroll, f"--unroll {self.recipe.unroll}"
+        if self.parallel.parallel:
+            ahead, option = self.parallel.slots.depths, f"--depths {self.parallel.slots.depths}"
+        method.check_length(self, ahead + 1, option)
         if self.variant == "eagle3":
             if self.recipe.feature_weight:
                 remedy = "the output of an eagle3 head is no feature of the target; leave it out"

@@ -61,6 +61,9 @@ class Settings(method.DistillSettings):
         if not self.head.heads and self.depth > self.head.num_heads:
             remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
             raise bad_option("num_speculative_tokens", self.depth, remedy)
+        if not self.head.heads:
+            count = self.head.num_heads
+            method.check_length(self, count + 1, f"--num-heads {count}")
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
@@ -84,6 +87,7 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
         loaded = loading.load_head(head.heads, sizes, kind="hydra", dtype="float32")
         config = dataclasses.replace(loaded.config, activation_dtype="float32")
         params = loaded.params
+        method.check_length(settings, config.num_heads + 1, f"--heads {head.heads}")
         if (config.network is not None) != prefixed:
             other = VARIANTS[not prefixed]
             raise bad_option("heads", head.heads, f"they are of the other kind: --variant {other}")

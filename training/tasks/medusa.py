@@ -149,6 +149,9 @@ class Settings(method.DistillSettings):
         if not self.head.heads and self.depth > self.head.num_heads:
             remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
             raise bad_option("num_speculative_tokens", self.depth, remedy)
+        if not self.head.heads:
+            count = self.head.num_heads
+            method.check_length(self, count + 1, f"--num-heads {count}")
 
     @property
     def weights_dtype(self) -> str:
@@ -183,6 +186,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     if folder:
         loaded = loading.load_head(folder, sizes, kind="medusa", dtype="float32")
         config, start, vocabulary = loaded.config, loaded.params, loaded.params.draft_to_target
+        method.check_length(settings, config.num_heads + 1, f"--heads {folder}")
     else:
         config, start = _fresh_config(settings.head, sizes), None
         vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)

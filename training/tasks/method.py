@@ -156,6 +156,16 @@ class ParallelSettings:
             raise bad_option("num_speculative_tokens", depth, remedy)
 
 
+def check_length(settings: DistillSettings, least: int, option: str) -> None:
+    """Raise OptionError if no row of a window has labels for all its guesses.
+
+    The furthest guess of the first row is about token ``least``, as ``option`` decides.
+    """
+    if settings.data.length < least:
+        remedy = f"with {option} it must be at least {least}, to hold a label for every guess"
+        raise bad_option("length", settings.data.length, remedy)
+
+
 def asks_for_parallel(argv: Sequence[str]) -> bool:
     """Return the value of --parallel, which decides the defaults of other options."""
     flags = [word for word in argv if word in ("--parallel", "--no-parallel")]

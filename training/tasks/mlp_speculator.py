@@ -92,6 +92,8 @@ class Settings(method.DistillSettings):
         if not head.head and depth > stages and (depth % stages or not head.tie_weights):
             remedy = f"there are --n-predict {stages} stages; take as many tokens or fewer"
             raise bad_option("num_speculative_tokens", depth, remedy)
+        if not head.head:
+            method.check_length(self, stages + 1, f"--n-predict {stages}")
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
@@ -115,6 +117,7 @@ def head_of(settings: Settings, target: LoadedModel):
         if isinstance(loaded.config, LstmSpeculatorConfig) != lstm:
             other = "ibm or arctic" if lstm else "arctic-lstm"
             raise bad_option("head", head.head, f"it is of another kind: --variant {other}")
+        method.check_length(settings, loaded.config.n_predict + 1, f"--head {head.head}")
         return dataclasses.replace(loaded.config, activation_dtype="float32"), loaded.params
     fields = {
         "n_predict": head.n_predict,

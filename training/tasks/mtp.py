@@ -174,6 +174,10 @@ class Settings(method.DistillSettings):
     recipe: MtpRecipe = dataclasses.field(default_factory=MtpRecipe)
     stitch: bool = False  # whether to export a copy of the target with the modules in its files too
 
+    def __post_init__(self):
+        super().__post_init__()
+        method.check_length(self, self.recipe.unroll + 1, f"--unroll {self.recipe.unroll}")
+
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
         names = ("step_decay", "through_steps") if self.recipe.unroll == 1 else ()
