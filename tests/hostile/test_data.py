@@ -19,6 +19,7 @@ KEYS = st.sampled_from(
         "key",
         "system",
         "input",
+        "tools",
         "turns",
         *TURNS,
         *(key for pair in PAIRS for key in pair),
@@ -27,7 +28,13 @@ KEYS = st.sampled_from(
     ]
 )
 TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "x"]), "content": st.text(max_size=4)}
+    {"role": st.sampled_from(["user", "assistant", "tool", "x"]), "content": st.text(max_size=4)},
+    optional={
+        "weight": st.sampled_from([0, 1]) | anything(),
+        "reasoning_content": st.text(max_size=4) | anything(),
+        "tool_calls": st.lists(st.fixed_dictionaries({"function": anything()})) | anything(),
+        "tool_call_id": anything(),
+    },
 )
 VALUE = st.text(max_size=4) | st.lists(TURN, max_size=2) | st.lists(st.integers(-1, 9)) | anything()
 LINE = st.dictionaries(KEYS, VALUE, max_size=3) | anything()

@@ -102,3 +102,9 @@ def test_a_tokenizer_without_a_template_is_refused_with_the_remedy():
         chat.open_template(words.tokenizer())
     with pytest.raises(ValueError, match="'nowhere' is no file"):
         chat.open_template(words.tokenizer(), "nowhere")
+
+
+def test_a_template_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "template.jinja").write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(ValueError, match=r"template\.jinja' cannot be read: it is no UTF-8"):
+        chat.open_template(words.tokenizer(), str(tmp_path / "template.jinja"))

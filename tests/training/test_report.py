@@ -96,7 +96,7 @@ def test_one_line_says_what_becomes_of_long_documents(tmp_path, capsys, how, lef
     capsys.readouterr()
     report.print_summary(data, given)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "longer than" in line]
-    expected = f"19 of 20 documents are longer than --length 64 (--long-documents {how})"
+    expected = f"19 of 20 documents longer than --length 64 (--long-documents {how})"
     assert expected in line
     share = f"{left:,} of 41,825 tokens ({100 * left / 41_825:.2f} %) are left out"
     assert (share in line) == bool(left)
@@ -107,7 +107,7 @@ def test_answers_that_were_cut_from_their_question_are_counted(tmp_path):
     data, given = opened(tmp_path, write(tmp_path / "cut.jsonl", line), length=20)
     account = data.description["train"]["account"]
     assert 0 < account["without_prompt"] < account["learned_tokens"]
-    (finding,) = [text for text in report.findings(data.description, given) if "prompt," in text]
+    (finding,) = [text for text in report.findings(data.description, given) if "prompt;" in text]
     assert f"{account['without_prompt']} of {account['learned_tokens']} learned tokens" in finding
 
 
@@ -180,6 +180,15 @@ def test_a_dry_run_shows_the_data_and_writes_nothing(target, tmp_path, capsys, m
     assert "split: 0 of " in shown and "held-out prompts are in training" in shown
     assert shown.count("\nexample ") == 3 and shown.count("⟦answer ") == 3
     assert "\nLearned tokens are in ⟦ ⟧. Nothing was trained or written.\n" in shown
+
+
+def test_a_terminal_shows_learned_tokens_in_colour(target, tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "data.jsonl", {"question": "one [bold]", "answer": "two [/bold]"})
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    assert run(target, tmp_path, path, held_out_share=0, acceptance_prompts=0) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[1;32mtwo [/bold]<|endoftext|>\x1b[0m" in shown and "⟦" not in shown
+    assert "one [bold]" in shown and "Learned tokens are green." in shown
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(target, tmp_path, capsys):

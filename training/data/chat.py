@@ -294,5 +294,9 @@ def template_source(tokenizer: Any, path: str = "") -> str:
     if path:
         if not Path(path).is_file():
             raise ValueError(f"--chat-template {path!r} is no file; give one that holds Jinja")
-        return Path(path).read_text(encoding="utf-8")
+        try:
+            return Path(path).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            reason = f"it is no UTF-8 ({error.reason}); save it as UTF-8"
+            raise ValueError(f"--chat-template {path!r} cannot be read: {reason}") from None
     return tokenizer.get_chat_template() if tokenizer.chat_template else ""

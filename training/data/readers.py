@@ -167,8 +167,8 @@ def _examples(name: str, data_format: str) -> Source:
                 filled = {key: value for key, value in entry.items() if value is not None}
                 yield _EXAMPLE, f"{Path(where).name} example {number}", filled
         except UnicodeDecodeError as error:
-            place = f"{Path(where).name} example {number + 1}"
-            raise ValueError(f"{place}: no UTF-8 ({error.reason}); mend the data") from None
+            example = f"{Path(where).name} example {number + 1}"
+            raise ValueError(f"{example}: no UTF-8 ({error.reason}); mend the data") from None
 
     read = lambda ledger: files.recognised(entries(), data_format, ledger)
     digest = f"{data_format} {dataset._fingerprint}"

@@ -73,7 +73,7 @@ def _cuts(name: str, account: Mapping[str, Any], settings: DataSettings) -> Iter
     if account["long_documents"]:
         line = (
             f"{name}: {account['long_documents']:,} of {_many(account['documents'], 'document')} "
-            f"are longer than --length {settings.length} (--long-documents "
+            f"longer than --length {settings.length} (--long-documents "
             f"{settings.long_documents})"
         )
         if left := left_out.pop(LEFT_OUT[settings.long_documents], None):
@@ -88,8 +88,8 @@ def _cuts(name: str, account: Mapping[str, Any], settings: DataSettings) -> Iter
         total = account["learned_tokens"]
         yield (
             f"{name}: {_share(account['without_prompt'], total, 'learned tokens')} "
-            "do not see their prompt, because their document is cut behind it; take a longer "
-            "--length, or another --long-documents"
+            "are in pieces without their prompt; take a longer --length, or another "
+            "--long-documents"
         )
 
 

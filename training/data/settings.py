@@ -31,7 +31,8 @@ class DataSettings(SourceSettings):
     packing: Packing = "best_fit"
     # documents longer than a window: cut into pieces, truncate to the first piece, or drop
     long_documents: LongDocuments = "cut"
-    held_out_share: float = 0.0  # share of the documents that is held out of training
+    # share of the prompts (of texts, without prompts) that is held out of training
+    held_out_share: float = 0.0
     held_out_data: tuple[str, ...] = ()  # more held-out data; its prompts in --data are left out
     cache: str = ""  # folder of tokenised data (default: in the user's cache)
 
