@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.training import thinking, words
 from tests.training.thinking import ANSWER, CALL, DIALOGUE, LAST, LATER, RESULT, TOOLS, USER
 from training.data import readers
 from training.data.encode import Encoder
 from training.data.ledger import Ledger
+from training.data.messages import without_weights
 from training.data.prompts import read_prompts
 from training.data.records import Chat, read_record
 from training.data.settings import DataSettings, open_data
@@ -64,6 +67,48 @@ def test_each_turn_follows_the_text_of_its_prompt_where_earlier_reasoning_is_dro
     for (text, learned), messages in zip(texts, asked, strict=True):
         assert text == served(messages, TOOLS, template) + learned + "\n"
     assert "I add." not in texts[-1][0]
+
+
+TEXT = st.text("ab {}<>\n", min_size=1, max_size=6)
+SPOKEN = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXT},
+    optional={"reasoning_content": TEXT, "weight": st.sampled_from([0, 1])},
+)
+CALLING = SPOKEN.map(lambda answer: answer | {"tool_calls": CALL["tool_calls"]})
+TURN = st.tuples(
+    TEXT.map(lambda text: [{"role": "user", "content": text}]),
+    st.lists(CALLING, max_size=2).map(lambda calls: [m for call in calls for m in (call, RESULT)]),
+    SPOKEN.map(lambda answer: [answer]),
+)
+
+
+@given(turns=st.lists(TURN, min_size=1, max_size=3), marked=st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_what_is_learned_continues_the_prompts_that_are_served(turns, marked):
+    template = thinking.MARKED if marked else thinking.OBJECTS
+    messages = [message for turn in turns for part in turn for message in part]
+    learned = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+    try:
+        texts, _ = encoded({"messages": messages}, template)
+    except ValueError as error:
+        assert not learned and "all answers have 'weight' 0" in str(error)
+        return
+    # Calls as the template reads them, and no weights.
+    read = without_weights(read_record({"messages": messages}, "file:1").messages)
+    prompts = [served(read[:turn], None, template) for turn in learned]
+    closed = [served(read[: turn + 1], None, template) for turn in learned]
+    opening = "<|im_start|>assistant\n"
+    answers = [
+        text.removeprefix(prompt).removesuffix(opening).removesuffix("\n")
+        for text, prompt in zip(closed, prompts, strict=True)
+    ]
+    assert "".join(part for _, part in texts) == "".join(answers)
+    if len(texts) == len(learned):
+        for (text, part), prompt, answer in zip(texts, prompts, answers, strict=True):
+            assert part == answer and text == f"{prompt}{answer}\n"
+    else:
+        ((text, _),) = texts
+        assert all(text.startswith(p + a) for p, a in zip(prompts, answers, strict=True))
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
@@ -165,9 +210,9 @@ def test_a_key_that_nothing_uses_is_named_once_with_its_count(tmp_path):
     lines += [{"messages": PLAIN, "tools": TOOLS, "input": "hi"}] * 3
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = DataSettings(data=(str(path),), cache=str(tmp_path / "cache"))
+    options = DataSettings(data=(str(path),), cache=str(tmp_path / "cache"))
     for _ in range(2):  # also with tokens in the cache
-        data = open_data(settings, words.tokenizer(words.PLAIN), len(words.IDS))
+        data = open_data(options, words.tokenizer(words.PLAIN), len(words.IDS))
         (source,) = data.description["read"]
         assert source["records"] == 123 and source["unused"] == {
             "the key 'id'": 120,
