@@ -25,7 +25,7 @@ def coverage(rows: PackedRows, documents: np.ndarray, long_documents: str) -> di
     - ``left_out``: documents and tokens in no window, by reason;
     - ``first_tokens``: labels that begin a piece, so that nothing predicts them;
     - ``long_documents``: documents longer than a window;
-    - ``without_prompt``: learned tokens in later pieces of a document that begins with a prompt;
+    - ``without_prompt``: learned tokens of an answer that were cut from what precedes it;
     - ``by_source``: the same for each source.
     """
     file, width = rows.file, rows.length + 1
@@ -76,14 +76,18 @@ def _counts(rows: PackedRows, documents: np.ndarray) -> dict[str, np.ndarray]:
     owner = np.searchsorted(begins, starts, side="right") - 1
     total = lambda values: np.bincount(owner, values, len(documents)).astype(np.int64)
     learned = _sums(file.learned, starts + 1, starts + lengths)
-    asked = ~file.learned[begins]  # a document that begins with a prompt
-    later = (starts > begins[owner]) & asked[owner]
+    # A document that begins with a label is a text, which has no prompt.
+    cut = (starts > begins[owner]) & file.learned[starts] & ~file.learned[begins[owner]]
+    answers = np.zeros(len(starts), np.int64)
+    for piece in np.flatnonzero(cut):
+        marks = np.append(file.learned[starts[piece] : starts[piece] + lengths[piece]], False)
+        answers[piece] = marks.argmin() - 1  # nothing predicts the first token of a piece
     return {
         "labels": _sums(file.learned, begins, file.ends[documents]),
         "used": total(lengths),
         "learned": total(learned),
         "first": total(file.learned[starts]),
-        "without_prompt": total(learned * later),
+        "without_prompt": total(answers),
     }
 
 
