@@ -87,6 +87,8 @@ def run(
     if data.held_out is not None:
         part = optimiser.batch // optimiser.accumulate
         apart = held_out(data.held_out, batch=part, limit=settings.eval_windows)
+    if jax.process_index() == 0:
+        report.print_summary(data, settings.data)
     with trainer.progress("training", optimiser.steps) as bar:
         result = trainer.train(
             build.task,
@@ -128,10 +130,7 @@ def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     # Many rows at a time gain nothing, and ``training.linear`` takes arrays.
     target = dataclasses.replace(target, params=ops.untransposed(target.params))
     read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
-    data = trainer.first_process_first(read)
-    if jax.process_index() == 0:
-        report.print_summary(data, settings.data)
-    return target, data
+    return target, trainer.first_process_first(read)
 
 
 def show_data(settings: DistillSettings) -> None:
