@@ -51,13 +51,14 @@ def read(path: Path) -> list[Line]:
       ValueError: the file or a line is malformed, or two lines have the same ``custom_id``.
     """
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        # A line ends at \n alone: JSON strings may hold other characters that end lines elsewhere.
+        texts = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ValueError(f"-i {path}: {' '.join(str(error).split())[:200]}") from None
     lines: list[Line] = []
     known: set[str] = set()
     for number, text in enumerate(texts, 1):
-        if not text.strip():
+        if not text.strip(" \t\r"):
             continue
         try:
             lines.append(_line(text, known))

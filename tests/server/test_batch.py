@@ -106,6 +106,16 @@ def test_a_malformed_file_is_refused_before_anything_runs(files, text, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85"], ids=["2028", "2029", "85"])
+@pytest.mark.parametrize("before", ["", "\ufeff"], ids=["plain", "bom"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_skipped(files, inside, before, end):
+    prompts = [f"a{inside}b", "\u00a0", "c"]
+    texts = (json.dumps(request(i, prompt=p), ensure_ascii=False) for i, p in enumerate(prompts))
+    files[0].write_bytes((before + "".join(f"{text}{end}" for text in texts) + end).encode())
+    assert [line.body["prompt"] for line in batch.read(files[0])] == prompts
+
+
 def test_two_requests_with_one_name_are_refused(files):
     write(files[0], [request(1), request(1)])
     with pytest.raises(ValueError, match="line 2: custom_id='r1'"):

@@ -115,15 +115,21 @@ def test_bad_lines_are_named(tmp_path, text, words):
         read([path])
 
 
+@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "bom"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_lines_end_where_json_lines_do(tmp_path, end):
+def test_lines_end_where_json_lines_do(tmp_path, start, end):
     """JSON strings may contain other line breaks of Unicode."""
     texts = ["one\u2028two", "one\u2029two", "one\x85two"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
-    (tmp_path / "lines.jsonl").write_bytes(end.join([*lines, ""]).encode())
+    (tmp_path / "lines.jsonl").write_bytes((start + end.join([*lines, ""])).encode())
     assert [question.turns for question in read([tmp_path / "lines.jsonl"])] == [
         (text,) for text in texts
     ]
+
+
+def test_a_text_has_no_byte_order_mark(tmp_path):
+    (tmp_path / "text.txt").write_bytes("\ufeffone\r\ntwo".encode())
+    assert read([tmp_path / "text.txt"])[0].turns == ("one\r\ntwo",)
 
 
 def test_conversations_without_a_human_message_are_skipped(tmp_path):
