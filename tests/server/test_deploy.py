@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import kubernetes_validate
 import pytest
 import typer
@@ -11,6 +12,7 @@ import yaml
 
 from jspec.cli import main
 from jspec.server.metrics import Observer
+from tests.server import live
 from tests.server.live import NAME
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -76,6 +78,17 @@ def test_the_flags_of_the_deployment_are_those_of_serve():
     assert context.args == []
     grace = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]
     assert grace["terminationGracePeriodSeconds"] > context.params["shutdown_timeout"]
+
+
+def test_the_probes_ask_what_fails_once_the_engine_has_ended(llm):
+    (container,) = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    kinds = "startupProbe", "readinessProbe", "livenessProbe"
+    paths = {container[kind]["httpGet"]["path"] for kind in kinds}
+    with live.running(llm) as server:
+        asked = lambda: {httpx.get(f"{server.url}{path}").status_code for path in paths}
+        assert asked() == {200}
+        server.server.served.close()
+        assert asked() == {503}
 
 
 def test_the_dashboard_asks_for_metrics_of_the_server(llm):
