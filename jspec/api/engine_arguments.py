@@ -80,6 +80,11 @@ def is_of_vllm(name: str) -> bool:
     return name in _NEUTRAL
 
 
+def is_switch(name: str) -> bool:
+    """Return whether it is a flag of vLLM's command line that needs no value."""
+    return any(isinstance(value, bool) for value in _NEUTRAL.get(name, ((),))[0])
+
+
 def check(owner: str, given: Mapping[str, Any], known: Callable[..., Any]) -> None:
     """Check the arguments of an ``LLM`` that ``known`` does not have.
 

@@ -67,3 +67,29 @@ def json(option: str, given: str | None, example: str) -> Any:
         raise ValueError(
             f"{option} is not JSON ({error}); quote it whole, each key once, such as '{example}'."
         ) from None
+
+
+def mapping(option: str, given: str | None, example: str) -> dict[str, Any]:
+    """Parse a JSON object; None is an empty one.
+
+    Raises:
+      ValueError: ``given`` is none.
+    """
+    parsed = json(option, given, example)
+    if not isinstance(parsed, dict | None):
+        raise ValueError(f"{option} {shown(given)} must be a JSON object, such as '{example}'.")
+    return parsed or {}
+
+
+def texts(option: str, given: str | None, example: str) -> tuple[str, ...] | None:
+    """Parse a JSON list of texts; None stays None.
+
+    Raises:
+      ValueError: ``given`` is none.
+    """
+    parsed = json(option, given, example)
+    if parsed is None:
+        return None
+    if not isinstance(parsed, list) or not all(isinstance(each, str) for each in parsed):
+        raise ValueError(f"{option} {shown(given)} must be a JSON list of texts, as '{example}'.")
+    return tuple(parsed)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jspec.cli import arguments, options
 from jspec.cli.options import option
+from jspec.cli.stages import Stages
 from jspec.util.messages import shown
 from jspec.util.values import check_apart, check_output
 
@@ -23,6 +24,7 @@ _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 def bench(
     model: options.DemoModel = None,
+    model_flag: options.Model = None,
     config: _many(list[str] | None, "A method's name, or a speculative_config as JSON.") = None,
     num_speculative_tokens: _many(
         list[int] | None, "K of configs without one.", "--num-speculative-tokens", "-k"
@@ -45,6 +47,7 @@ def bench(
     json_file: option(Path | None, "File for the results alone.", "--json") = None,
 ) -> None:
     """Compare methods with plain decoding, in turns; Ctrl-C keeps finished measurements."""
+    model = options.model_of(model, model_flag)
     from jspec.cli import demo
     from jspec.engine import loading
     from jspec.tools.bench import chart, environment, files, report
@@ -87,10 +90,9 @@ def bench(
         if json_file is not None:
             files.write_json(about | results, json_file)
 
-    with Console(stderr=True).status("reading") as status:
-        results = about | measure(
-            model, asked, settings, on_case=keep, on_step=lambda words: status.update(Text(words))
-        )
+    with Stages(Console(stderr=True)) as stage:
+        stage.begin("reading")
+        results = about | measure(model, asked, settings, on_case=keep, on_step=stage.begin)
     finish(results, report)
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from jspec.cli import arguments, options
 from jspec.cli.options import option, sampling
+from jspec.cli.stages import Stages
 from jspec.util import values
 
 _of_model = functools.partial(option, rich_help_panel="Model")
@@ -50,7 +51,8 @@ def certify(
     from jspec.tools.certify.page import page
 
     loading.keep_compiled_programs()
-    with Console(stderr=True).status("loading") as status:
+    with Stages(Console(stderr=True)) as stage:
+        stage.begin("loading")
         report = certify(
             rule or (),
             vocab_size=vocab_size,
@@ -68,7 +70,7 @@ def certify(
             top_p=top_p,
             min_p=min_p,
             seed=seed,
-            progress=status.update,
+            progress=stage.begin,
         )
     Console().print(page(report))
     if json_file is not None:

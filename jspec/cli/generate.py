@@ -20,9 +20,10 @@ if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
 
 def generate(
     model: Annotated[
-        str, typer.Argument(help="A local directory, a GGUF file, or a model id on the hub.")
-    ],
+        str | None, typer.Argument(help="A local directory, a GGUF file, or a model id on the hub.")
+    ] = None,
     prompt: options.PromptText = None,
+    model_flag: options.Model = None,
     prompt_file: options.PromptFile = None,
     token_ids: options.TokenIds = None,
     chat: options.Chat = False,
@@ -51,6 +52,9 @@ def generate(
     n: sampling(int, "Number of texts.", "-n") = 1,
 ) -> None:
     """Continue a prompt."""
+    model, prompt = options.model_and_prompt(model, prompt, model_flag)
+    if model is None:
+        raise typer.BadParameter("the model is missing; give MODEL or --model.")
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
     config = options.speculative_config(speculative_config)
     if stream and n > 1:
@@ -97,6 +101,7 @@ def trace(
         ),
     ] = None,
     prompt: options.PromptText = None,
+    model_flag: options.Model = None,
     prompt_file: options.PromptFile = None,
     token_ids: options.TokenIds = None,
     chat: options.Chat = False,
@@ -111,6 +116,7 @@ def trace(
     seed: options.Seed = None,
 ) -> None:
     """Continue a prompt and show the draft, its probabilities and the end of every round."""
+    model, prompt = options.model_and_prompt(model, prompt, model_flag)
     config = options.speculative_config(speculative_config)
     values.check_output("--html", html)
     from jspec.api.llm import LLM

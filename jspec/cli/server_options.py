@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jspec.cli import arguments
 from jspec.util.messages import shown
 
 
@@ -21,8 +22,41 @@ def loaded(model: str | None, config: Any, **given: Any) -> tuple[Any, str]:
     return llm, Path(model).resolve().name.removesuffix(".gguf") if is_local else str(model)
 
 
-def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
-    """Return the settings of the API; ``defaults`` is the value of --generation-config."""
+OVERRIDE_HELP = (
+    "JSON object: defaults of requests before those of --generation-config, and max_new_tokens, "
+    "which cuts all texts."
+)
+VARIABLES_HELP = "JSON object: variables of the chat template that requests do not set."
+
+
+def override(text: str | None) -> dict[str, Any]:
+    """Return the value of --override-generation-config."""
+    return arguments.mapping("--override-generation-config", text, '{"temperature": 0.5}')
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """Return the value of --default-chat-template-kwargs."""
+    from jspec.api import prompts
+
+    flag = "--default-chat-template-kwargs"
+    given = arguments.mapping(flag, text, '{"enable_thinking": false}')
+    try:
+        return prompts.variables_of(given)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def settings_of(
+    llm: Any, *, defaults: str, override: dict[str, Any] | None = None, **given: Any
+) -> Any:
+    """Return the settings of the API.
+
+    Args:
+      llm: the loaded models.
+      defaults: the value of --generation-config.
+      override: that of --override-generation-config.
+      given: fields of ``Settings``.
+    """
     from jspec.server import defaults as of_model
     from jspec.server import readers
     from jspec.server.serving import Settings
@@ -31,7 +65,9 @@ def settings_of(llm: Any, *, defaults: str, **given: Any) -> Any:
     if isinstance(template, dict):  # several by name
         template = template.get("tool_use", template.get("default"))
     given["tool_parser"] = given["tool_parser"] or readers.of_template(template)
-    return Settings(defaults=of_model.of(llm, defaults), **given)
+    found = of_model.of(llm, defaults, override)
+    limit = found.pop(of_model.MAX_NEW_TOKENS, None)
+    return Settings(defaults=found, max_new_tokens=limit, **given)
 
 
 def template_of(flag: str | None) -> str | None:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from jspec.cli import options
 from jspec.cli.bench import configs_of, finish
 from jspec.cli.options import option
+from jspec.cli.stages import Stages
 from jspec.util.values import check_apart, check_output
 
 _many = functools.partial(option, rich_help_panel="Search space (each option may be repeated)")
@@ -20,6 +20,7 @@ _DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
 
 def tune(
     model: options.DemoModel = None,
+    model_flag: options.Model = None,
     config: _many(
         list[str] | None,
         "A method's name, or a speculative_config as JSON. K and tree are searched if it sets "
@@ -45,6 +46,7 @@ def tune(
     json_file: option(Path | None, "File for all measurements and predictions.", "--json") = None,
 ) -> None:
     """Find the fastest speculative_config for your prompts; Ctrl-C keeps finished batch sizes."""
+    model = options.model_of(model, model_flag)
     outputs = ("--output", output), ("--json", json_file)
     for name, path in outputs:
         check_output(name, path)
@@ -90,9 +92,8 @@ def tune(
         if output is not None and report.output(results) is not None:
             files.write_json(report.output(results), output)
 
-    with Console(stderr=True).status("reading") as status:
-        results = about | search(
-            model, asked, settings, on_batch=keep, on_step=lambda words: status.update(Text(words))
-        )
+    with Stages(Console(stderr=True)) as stage:
+        stage.begin("reading")
+        results = about | search(model, asked, settings, on_batch=keep, on_step=stage.begin)
     keep(results)
     finish(results, report)

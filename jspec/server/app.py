@@ -1,6 +1,7 @@
 """The API as an ASGI application."""
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
-from jspec.server import chat, completions, errors, fields, prompts, responses
+from jspec.server import chat, completions, errors, fields, middleware, prompts, responses
 from jspec.server.errors import RequestError, refusals
 from jspec.server.gate import Gate
 from jspec.server.serving import Server
@@ -36,15 +37,34 @@ class _JsonRoute(APIRoute):
         return parsing
 
 
-def create(server: Server, *, root_path: str = "", **limits: Any) -> Gate:
-    """Return the application; ``limits`` are arguments of ``Gate``."""
-    app = FastAPI(title="jspec", version=_VERSION, root_path=root_path)
+def create(
+    server: Server,
+    *,
+    root_path: str = "",
+    has_docs: bool = True,
+    cors: middleware.Cors | None = None,
+    middlewares: Sequence[Any] = (),
+    **limits: Any,
+) -> Gate:
+    """Return the application.
+
+    Args:
+      server: answers.
+      root_path: of a proxy.
+      has_docs: whether there are /docs, /redoc and /openapi.json.
+      cors: what pages of other origins may do; None for nothing.
+      middlewares: classes of ASGI, or functions of a request and of what answers it.
+      limits: arguments of ``Gate``.
+    """
+    hidden = {} if has_docs else dict(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jspec", version=_VERSION, root_path=root_path, **hidden)
     errors.install(app)
     for router in (_generation(server), _tokens(server), _state(server)):
         app.include_router(router)
     if server.settings.has_dev_endpoints:
         app.include_router(_development(server))
-    return Gate(app, server, **limits)
+    wrap = functools.partial(middleware.around, cors=cors, middlewares=middlewares)
+    return Gate(app, server, wrap=wrap, **limits)
 
 
 def _generation(server: Server) -> APIRouter:

@@ -79,9 +79,8 @@ class _Form:
 
     async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream."""
-        options = self._fields.stream_options
-        is_counted = bool(options and options.include_usage)
-        is_always_counted = is_counted and bool(options.continuous_usage_stats)
+        options, is_forced = self._fields.stream_options, self._server.settings.forces_usage
+        is_counted, is_always_counted = usage.in_events(options, is_forced=is_forced)
         cursors: dict[int, Cursor] = {}
         last: dict[int, RequestOutput] = {}
         async for index, output in batch.outputs():

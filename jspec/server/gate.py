@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +37,7 @@ class Gate:
       api_keys: any of which a client must send; none for no keys.
       max_body_bytes: largest body.
       body_seconds: longest time in which a client may send its body.
+      wrap: puts middleware around all of it, refusals included.
     """
 
     def __init__(
@@ -47,13 +48,19 @@ class Gate:
         api_keys: Sequence[str] = (),
         max_body_bytes: int = 8 << 20,
         body_seconds: float = 30.0,
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ):
         self._app, self.server = app, server
+        self._wrapped = wrap(self._answer)
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with an error."""
+        """Pass a request through the middleware, and on or to an error."""
+        scope["app"] = self._app
+        await self._wrapped(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

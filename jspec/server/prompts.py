@@ -41,7 +41,7 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
     """
     messages = [_message(index, each) for index, each in enumerate(fields.messages)]
     get = lambda name, default=None: getattr(fields, name, default)
-    variables = dict(get("chat_template_kwargs") or {})
+    variables = {**server.settings.template_variables, **(get("chat_template_kwargs") or {})}
     for name in ("documents", "reasoning_effort"):
         if get(name) is not None:
             variables[name] = get(name)

@@ -1,10 +1,15 @@
 """Run the server: bind, compile, answer, and drain at the end."""
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import signal
 import socket
+import ssl
+import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +24,7 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.server import app, batch
 from jspec.server.gate import Gate
 from jspec.server.metrics import Observer
+from jspec.server.middleware import Cors
 from jspec.server.serving import Server, Settings
 from jspec.util.messages import shown
 
@@ -38,23 +44,45 @@ _IDLE_SECONDS = 15  # of a connection between two requests
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The address of a server, its keys and its limits."""
+    """The address of a server, its keys, its limits and its middleware."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 for any free one
+    uds: str | None = None  # path of a Unix socket, instead of host and port
     root_path: str = ""
     api_keys: tuple[str, ...] = ()
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = ssl.CERT_NONE
+    cors: Cors | None = None
+    middlewares: tuple[Any, ...] = ()
+    has_docs: bool = True
     max_body_bytes: int = 8 << 20
     drain_seconds: float = 120.0  # longest time for running requests after SIGTERM
+
+    @property
+    def of_app(self) -> dict[str, Any]:
+        """Arguments of ``app.create``."""
+        names = "root_path", "api_keys", "cors", "middlewares", "has_docs", "max_body_bytes"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_tls(self) -> dict[str, Any]:
+        """Arguments of uvicorn for HTTPS; none for HTTP."""
+        names = "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"
+        return {name: getattr(self, name) for name in names} if self.ssl_certfile else {}
 
     def bound(self) -> socket.socket:
         """Return a socket at the address, before the model is loaded.
 
         Raises:
-          ValueError: the address is taken or not ours.
+          ValueError: the address is taken or not ours, or a certificate cannot be read.
         """
+        if self.of_tls:
+            self._check_tls()
+        if self.uds is not None:
+            return _unix_socket(self.uds)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         bound = socket.socket(family)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,6 +95,42 @@ class Network:
                 f"--host {shown(self.host)} --port {self.port}: {reason}; take another address."
             ) from None
         return bound
+
+    def _check_tls(self) -> None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ValueError(
+                f"--ssl-certfile {self.ssl_certfile} and its keys cannot be used: {error}; check "
+                "--ssl-keyfile and --ssl-ca-certs too."
+            ) from None
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Return a Unix socket at a path; one that a process left there is replaced."""
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if _is_abandoned(path):
+            os.unlink(path)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or str(error)
+        raise ValueError(f"--uds {shown(path)}: {reason}; take another path.") from None
+    return bound
+
+
+def _is_abandoned(path: str) -> bool:
+    """Return whether a path is a Unix socket that no process listens at."""
+    try:
+        is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return is_socket and probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def serve(
@@ -94,9 +158,8 @@ def serve(
       on_progress: as of ``AsyncLLM.warm_up``.
       on_ready: called with the server's address once it answers.
     """
-    limits = dict(api_keys=network.api_keys, max_body_bytes=network.max_body_bytes)
     options = dict(max_num_queued=max_num_queued, record=record, on_progress=on_progress)
-    api = application(llm, settings, root_path=network.root_path, **options, **limits)
+    api = application(llm, settings, **options, **network.of_app)
     served = api.server.served
 
     def begin(url: str) -> None:
@@ -114,6 +177,9 @@ def serve(
         _Uvicorn(api, api.server, network, begin).run([bound])
     finally:
         served.close()
+        if network.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(network.uds)
 
 
 def application(
@@ -200,8 +266,7 @@ class _Uvicorn(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
-            ssl_keyfile=network.ssl_keyfile,
-            ssl_certfile=network.ssl_certfile,
+            **network.of_tls,
         )
         super().__init__(config)
         self._server, self._network, self._on_ready = server, network, on_ready
@@ -210,7 +275,9 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""
         await super().startup(sockets)
-        if self.started:
+        if self.started and self._network.uds is not None:
+            self._on_ready(f"unix:{self._network.uds}")
+        elif self.started:
             host, port = sockets[0].getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
             self._on_ready(f"{'https' if self.config.is_ssl else 'http'}://{host}:{port}")

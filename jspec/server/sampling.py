@@ -14,6 +14,7 @@ _SAME_NAMES += ("presence_penalty", "frequency_penalty", "repetition_penalty", "
 _SAME_NAMES += ("allowed_token_ids", "skip_special_tokens", "prompt_logprobs")
 # Settings of generation_config.json that are defaults of requests.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTS += ("presence_penalty", "frequency_penalty")
 
 
 def params_of(

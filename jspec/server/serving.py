@@ -29,7 +29,9 @@ class Settings:
 
     model_names: tuple[str, ...]  # the first one is that of answers
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
+    max_new_tokens: int | None = None  # most tokens of any text; None: the room after its prompt
     chat_template: str | None = None  # None: the tokenizer's
+    template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
     trusts_chat_templates: bool = False  # whether requests may bring their own
     chat_template_content_format: str = "auto"
     tool_parser: str | None = None  # None: the one that the chat template suggests
@@ -37,6 +39,7 @@ class Settings:
     request_seconds: float | None = None  # longest time for a request; None: any
     has_dev_endpoints: bool = False
     shows_stats: bool = False  # whether each choice has its counts of drafts
+    forces_usage: bool = False  # whether every event of a stream has the usage
 
 
 class Server:
@@ -69,6 +72,8 @@ class Server:
     def room(self, num_prompt_tokens: int, asked: int | None, param: str = "max_tokens") -> int:
         """Return the most tokens of a text: those asked for, or all that fit.
 
+        The operator's ``max_new_tokens`` cuts both, as in vLLM.
+
         Raises:
           RequestError: the prompt, or as many tokens after it, do not fit the model.
         """
@@ -86,7 +91,8 @@ class Server:
                 f"the model's length is {most}; ask for at most {room}.",
                 param=param,
             )
-        return room if asked is None else asked
+        most = self.settings.max_new_tokens
+        return min(room if asked is None else asked, room if most is None else most)
 
     async def submit(
         self,

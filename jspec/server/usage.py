@@ -5,6 +5,7 @@ from typing import Any
 
 from jspec.api.async_llm import RunningRequest
 from jspec.api.outputs import RequestOutput
+from jspec.server.fields import StreamOptions
 
 _SUMS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
 
@@ -27,6 +28,14 @@ def of(
         known = (text.speculative_decoding_stats for text in texts)
         usage["speculative_decoding_stats"] = joined([stats for stats in known if stats])
     return usage
+
+
+def in_events(options: StreamOptions | None, *, is_forced: bool) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether each event has it."""
+    if is_forced or options is None:
+        return is_forced, is_forced
+    is_last = bool(options.include_usage)
+    return is_last, is_last and bool(options.continuous_usage_stats)
 
 
 def joined(all_stats: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,16 +2,27 @@
 
 import contextlib
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
 from jspec.cli import main
 from tests import llm_fixtures
+
+ROOT = Path(__file__).parents[2]
+SERVING = ROOT / "docs" / "serving.md"
+OF_VLLM = ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials")
+OF_VLLM += ("--enable-force-include-usage", "--uds", "--ssl-ca-certs", "--ssl-cert-reqs")
+OF_VLLM += ("--disable-fastapi-docs", "--default-chat-template-kwargs", "--middleware")
+OF_VLLM += ("--override-generation-config", "--model")
+_READY = re.compile(r"tiny at (http\S+) \(Ctrl-C ends\) \([\d.]+ s\)")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +35,9 @@ def complaint(monkeypatch, capsys, *arguments):
     with pytest.raises(SystemExit) as stopped:
         main.main()
     assert stopped.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    return printed
+    *stages, line = capsys.readouterr().err.splitlines()
+    assert all("loading (" in each for each in stages)  # of a busy machine
+    return line
 
 
 @pytest.mark.parametrize(
@@ -46,6 +57,20 @@ def complaint(monkeypatch, capsys, *arguments):
         (["--chat-template", "no.jinja"], "--chat-template: chat_template='no.jinja' is neither"),
         (["--chat-template", "{% for %}"], "--chat-template: chat_template is no Jinja: "),
         (["--ssl-keyfile", "key.pem"], "belong together"),
+        (["--ssl-ca-certs", "ca.pem"], "need --ssl-certfile"),
+        (["--allowed-origins", "*"], "--allowed-origins is not JSON"),
+        (["--allowed-origins", '"*"'], "must be a JSON list of texts"),
+        (["--allow-credentials"], "--allow-credentials needs --allowed-origins"),
+        (["--middleware", "no.where"], "--middleware='no.where' cannot be imported"),
+        (["--override-generation-config", "[]"], "must be a JSON object"),
+        (["--override-generation-config", '{"temp": 1}'], "has no 'temp'"),
+        (["--override-generation-config", '{"top_p": 2}'], "top_p=2"),
+        (["--override-generation-config", '{"max_new_tokens": 0}'], "max_new_tokens=0 must be"),
+        (
+            ["--default-chat-template-kwargs", '{"messages": []}'],
+            "'messages', which is an argument",
+        ),
+        (["--model", "other"], "give one of them"),
         (["--ssl-keyfile", "no.pem", "--ssl-certfile", "no.pem"], "there is no such file"),
         (["--speculative-config", "{"], "--speculative-config is not JSON"),
         (["--host", "999.1.1.1"], "--host '999.1.1.1' --port 8000: "),
@@ -58,6 +83,30 @@ def complaint(monkeypatch, capsys, *arguments):
 )
 def test_a_bad_flag_is_one_line(monkeypatch, capsys, target, flags, words):
     assert words in complaint(monkeypatch, capsys, "serve", target, *flags)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["MODEL", "--disable-log-requests"],
+        ["--disable-log-requests", "MODEL"],
+        ["--enable-chunked-prefill", "--uvicorn-log-level", "info", "MODEL"],
+        ["--disable-log-requests", "--model", "MODEL"],
+        ["--config", "FILE", "--disable-log-requests"],
+        ["--config", "OTHER", "--model", "MODEL"],
+        ["--config", "OTHER", "MODEL"],
+    ],
+    ids=" ".join,
+)
+def test_flags_without_an_effect_stand_before_the_model_or_behind(
+    monkeypatch, capsys, tmp_path, words
+):
+    missing = str(tmp_path / "missing")
+    (tmp_path / "file.yaml").write_text(f"model: {missing}")
+    (tmp_path / "other.yaml").write_text("model: other")
+    names = {"MODEL": missing, "FILE": tmp_path / "file.yaml", "OTHER": tmp_path / "other.yaml"}
+    named = [names.get(word, word) for word in words]
+    assert f"{missing}" in complaint(monkeypatch, capsys, "serve", "--port", 0, *named)
 
 
 def test_a_taken_port_is_said_before_the_model_is_loaded(monkeypatch, capsys):
@@ -89,6 +138,7 @@ def test_a_file_of_flags_has_their_errors(monkeypatch, capsys, tmp_path, target,
 def process(*arguments, cwd):
     command = [sys.executable, "-m", "jspec", *map(str, arguments)]
     pipes = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd)
+    pipes["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(command, **pipes)
     try:
         yield running
@@ -99,22 +149,67 @@ def process(*arguments, cwd):
 
 def address(server):
     """Return the address that a server of "tiny" prints when it is ready."""
-    return next(line.split()[2] for line in server.stderr if "tiny at http" in line)
+    return next(found[1] for line in server.stderr if (found := _READY.search(line)))
+
+
+def test_the_help_documents_the_flags_of_vllm(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["jspec", "serve", "--help"])
+    with pytest.raises(SystemExit):
+        main.main()
+    printed, page = capsys.readouterr().out, SERVING.read_text(encoding="utf-8")
+    for flag in OF_VLLM:
+        assert f" {flag} " in printed, flag
+        assert f"`{flag}`" in page, flag
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "trace", "bench", "tune", "run-batch"])
+def test_each_command_takes_its_model_as_a_flag_too(monkeypatch, capsys, tmp_path, command):
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "url": "/v1/completions", "body": {}}')
+    (tmp_path / "questions.txt").write_text("x")
+    asked = ["--config", "ngram", "--questions", tmp_path / "questions.txt", "--num-questions", 1]
+    more = {
+        "run-batch": ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out"],
+        "generate": ["--token-ids", "1"],
+        "trace": ["--token-ids", "1"],
+        "bench": [*asked, "-k", 2, "--no-peers"],
+        "tune": asked,
+    }.get(command, [])
+    missing = tmp_path / "missing"
+    words = complaint(monkeypatch, capsys, command, "--model", missing, *more)
+    assert f"{missing}" in words and "one of them" not in words
+    if command in ("generate", "trace"):  # the one argument is the prompt then
+        assert "give one prompt" in complaint(
+            monkeypatch, capsys, command, "prompt", "--model", missing, *more
+        )
+        more = ["prompt"]
+    words = complaint(monkeypatch, capsys, command, "other", "--model", missing, *more)
+    assert "give one of them" in words
 
 
 def test_a_server_answers_and_then_drains(target, tmp_path):
     config = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
     config |= {"max_num_seqs": 2, "max-model-len": 96, "log-format": "json", "port": 0}
-    (tmp_path / "serve.yaml").write_text(json.dumps(config))
+    config |= {"allowed-origins": ["https://a.example"], "allowed-methods": ["POST"]}
+    config |= {"override-generation-config": {"temperature": 0, "max_new_tokens": 70}}
+    config |= {"default-chat-template-kwargs": {"a": 1}, "enable-force-include-usage": True}
+    config |= {"disable-fastapi-docs": True, "middleware": ["tests.server.test_operators.Marks"]}
+    (tmp_path / "serve.yaml").write_text(json.dumps(config | {"model": str(target)}))
     flags = "--config", "serve.yaml", "--served-model-name", "tiny", "--disable-log-requests"
-    with process("serve", target, *flags, cwd=tmp_path) as server:
+    with process("serve", *flags, cwd=tmp_path) as server:
         url = address(server)
         body = {"prompt": "def", "max_tokens": 80, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as response:
+        page = {"Origin": "https://a.example"}
+        asked = dict(json=body, headers=page, timeout=60)
+        with httpx.stream("POST", f"{url}/completions", **asked) as response:
+            assert response.headers["access-control-allow-origin"] == page["Origin"]
+            assert response.headers["x-marked"] == "yes"
             lines = response.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            *_, usage, end = [line for line in lines if line]
+        assert end == "data: [DONE]"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 70
         logged = server.stderr.read().splitlines()
         assert server.wait(30) == 0
     entries = [json.loads(line) for line in logged]
@@ -129,7 +224,7 @@ def test_a_batch_file_is_answered_by_the_command(target, tmp_path):
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
     flags = "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", 1, "--max-model-len", 64
-    with process("run-batch", target, *flags, cwd=tmp_path) as batch:
+    with process("run-batch", "--model", target, *flags, cwd=tmp_path) as batch:
         _, printed = batch.communicate(timeout=120)
     assert batch.returncode == 0 and "1 answers in out.jsonl" in printed
     answer = json.loads((tmp_path / "out.jsonl").read_text())

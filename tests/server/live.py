@@ -49,23 +49,26 @@ class Live:
 
 
 @contextlib.contextmanager
-def running(llm, *, max_num_queued=None, limits=None, record=None, **settings) -> Iterator[Live]:
+def running(
+    llm, *, max_num_queued=None, limits=None, record=None, network=None, **settings
+) -> Iterator[Live]:
     """Run a server in a thread until the block ends."""
+    network = network or Network(port=0)
     observer = Observer(llm, NAME, record)
     options = dict(max_num_queued=max_num_queued, on_launch=observer.see_launch)
     with AsyncLLM(llm, **options) as served:
         observer.attach(served)
         server = Server(served, Settings((NAME,), **settings), observer)
         api = app.create(server, **(limits or {}))
-        config = uvicorn.Config(api, log_config=None, access_log=False, http=Protocol)
-        bound, runner = Network(port=0).bound(), uvicorn.Server(config)
+        options = dict(log_config=None, access_log=False, http=Protocol, **network.of_tls)
+        bound, runner = network.bound(), uvicorn.Server(uvicorn.Config(api, **options))
         thread = threading.Thread(target=runner.run, args=([bound],), daemon=True)
-        port = bound.getsockname()[1]
+        scheme = "https" if network.of_tls else "http"
         thread.start()
         while not runner.started:
             assert thread.is_alive()
         try:
-            yield Live(f"http://127.0.0.1:{port}", server)
+            yield Live(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", server)
         finally:
             runner.should_exit = True
             thread.join(30)
