@@ -1,9 +1,18 @@
 """The fields of requests. Those of vLLM beside OpenAI's have vLLM's names and meanings."""
 
+import functools
 import logging
+import typing
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from jspec.server.errors import RequestError
 from jspec.util.messages import printable
@@ -50,8 +59,31 @@ _NOT_YET: dict[str, tuple[tuple, str]] = {
 }
 
 
+_LAX = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
+_MOST_LISTS = 2048  # in a list; longer ones are refused
+
+
 class _Fields(BaseModel):
     model_config: ClassVar = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _take_other_forms(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take numbers in the forms that vLLM takes: 6.0 and "6" for 6, 1 for true.
+
+        Booleans are no numbers here.
+        """
+        kind = _kind_of(cls, info.field_name)
+        if isinstance(value, list):
+            return _with_whole_numbers(value)
+        if kind is None or type(value) is kind or not isinstance(value, str | int | float):
+            return value
+        if isinstance(value, bool):
+            return value
+        try:
+            return _LAX[kind].validate_python(value)
+        except ValidationError:
+            return value  # refused by the field itself
 
     def check(self) -> None:
         """Warn of unknown fields once, and refuse those that are known and not supported.
@@ -67,6 +99,24 @@ class _Fields(BaseModel):
             elif name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
                 _warned.add(name)
                 _log.warning("field %s is unknown, and has no effect", printable(name, 60))
+
+
+@functools.cache
+def _kind_of(model: type[BaseModel], name: str) -> type | None:
+    """Return the type of a field for one number or truth value; None for other fields."""
+    kinds = typing.get_args(model.model_fields[name].annotation)
+    return next((kind for kind in kinds if kind in _LAX), None)
+
+
+def _with_whole_numbers(values: list) -> list:
+    """Return a list, or a list of lists, with 6.0 as 6; what is no number stays."""
+    kinds = set(map(type, values))
+    if list in kinds and len(values) <= _MOST_LISTS:
+        return [_with_whole_numbers(each) if type(each) is list else each for each in values]
+    if float not in kinds:
+        return values
+    is_whole = lambda each: type(each) is float and each.is_integer()
+    return [int(each) if is_whole(each) else each for each in values]
 
 
 class StreamOptions(_Fields):

@@ -31,7 +31,17 @@ def error_of(response, status):
     ("changes", "param", "words"),
     [
         ({"temperature": -1}, "temperature", "temperature=-1"),
-        ({"temperature": "0.5"}, "temperature", "valid number"),
+        ({"temperature": "warm"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"max_tokens": 6.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": "six"}, "max_tokens", "valid integer"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"n": 1e30}, "n", "valid integer"),
+        ({"stop_token_ids": [6.5]}, "stop_token_ids", "valid integer"),
+        ({"stop_token_ids": [True]}, "stop_token_ids", "valid integer"),
+        ({"prompt": [[1.5]]}, "prompt", "valid"),
+        ({"prompt": 6}, "prompt", "valid"),
+        ({"stream": "perhaps"}, "stream", "valid boolean"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be"),
         ({"max_tokens": 1000}, "max_tokens", "max_tokens=1000 is too large"),
         ({"prompt": []}, "prompt", "1 to 2048 prompts"),
@@ -125,6 +135,34 @@ def test_another_model_is_not_there(http):
 def test_another_path_is_not_there(http):
     error_of(http.get("/v1/nothing"), 404)
     error_of(http.get("/v1/completions"), 405)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 8.0, "n": 1.0, "top_k": 0.0, "seed": 5.0, "priority": 0.0},
+        {"max_tokens": "8", "n": "1", "temperature": "0", "stream": "false", "echo": 0},
+        {"stop_token_ids": [300.0], "truncate_prompt_tokens": 190.0, "logprobs": None},
+        {"stream_options": None, "ignore_eos": 0, "min_tokens": "0", "top_p": 1},
+    ],
+    ids=["floats", "texts", "lists", "more"],
+)
+def test_numbers_may_have_the_forms_that_vllm_takes(llm, http, changes):
+    plain = http.post("/v1/completions", json=COMPLETION).json()
+    given = http.post("/v1/completions", json=COMPLETION | changes).json()
+    assert given["choices"] == plain["choices"] and given["usage"] == plain["usage"]
+
+
+def test_token_ids_may_be_written_as_whole_floats(llm, http):
+    ids = llm.get_tokenizer().encode(COMPLETION["prompt"])
+    floats = [float(token) for token in ids]
+    answers = [
+        http.post("/v1/completions", json=COMPLETION | {"prompt": prompt}).json()["choices"]
+        for prompt in (ids, floats, [floats], [ids[0], *floats[1:]])
+    ]
+    assert all(answer == answers[0] for answer in answers)
+    text = http.post("/detokenize", json={"tokens": floats}).json()["prompt"]
+    assert text == COMPLETION["prompt"]
 
 
 def test_an_unknown_field_has_no_effect(http):
