@@ -237,6 +237,7 @@ def serve(
             stage.end(f"{names} at {where} (Ctrl-C ends)")
             stage.note(_COMPILED_LATER)
 
+        stage.begin("preparing programs")
         calls = dict(max_num_queued=max_num_queued_reqs, record=tracer and tracer.record)
         calls["on_progress"] = lambda done, count: stage.begin(f"compiling: {done} of {count}")
         run.serve(llm, settings, network, bound, on_ready=ready, **calls)
