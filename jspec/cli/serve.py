@@ -19,7 +19,8 @@ _memory = lambda kind, help, *names: option(kind, help, *names, rich_help_panel=
 # Flags of vLLM's server that change nothing here, or that are on already.
 _SWITCHES = {"enable_auto_tool_choice", "disable_log_requests", "enable_log_requests"}
 _SWITCHES |= {"disable_uvicorn_access_log", "disable_frontend_multiprocessing"}
-_SWITCHES |= {"enable_server_load_tracking", "disable_log_stats"}
+_SWITCHES |= {"enable_server_load_tracking", "disable_log_stats", "enable_request_id_headers"}
+_SWITCHES |= {"enable_prompt_tokens_details"}
 _WITHOUT_EFFECT = _SWITCHES | {"uvicorn_log_level"}
 _STATS = ("none", "summary")
 _COMPILED_LATER = (

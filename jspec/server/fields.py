@@ -69,21 +69,11 @@ class _Fields(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _take_other_forms(cls, value: Any, info: ValidationInfo) -> Any:
-        """Take numbers in the forms that vLLM takes: 6.0 and "6" for 6, 1 for true.
-
-        Booleans are no numbers here.
-        """
-        kind = _kind_of(cls, info.field_name)
+        """Take numbers in the forms that vLLM takes."""
         if isinstance(value, list):
             return _with_whole_numbers(value)
-        if kind is None or type(value) is kind or not isinstance(value, str | int | float):
-            return value
-        if isinstance(value, bool):
-            return value
-        try:
-            return _LAX[kind].validate_python(value)
-        except ValidationError:
-            return value  # refused by the field itself
+        kind = _kind_of(cls, info.field_name)
+        return value if kind is None else taken(kind, value)
 
     def check(self) -> None:
         """Warn of unknown fields once, and refuse those that are known and not supported.
@@ -99,6 +89,23 @@ class _Fields(BaseModel):
             elif name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
                 _warned.add(name)
                 _log.warning("field %s is unknown, and has no effect", printable(name, 60))
+
+
+def taken(kind: type, value: Any) -> Any:
+    """Return the number or truth value that a field takes for a value; others stay.
+
+    Booleans are no numbers here, other than in vLLM.
+
+    >>> taken(int, 6.0), taken(int, "6"), taken(int, 6.5), taken(int, True), taken(bool, 1)
+    (6, 6, 6.5, True, True)
+    """
+    is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if type(value) is kind or not is_given:
+        return value
+    try:
+        return _LAX[kind].validate_python(value)
+    except ValidationError:
+        return value  # which the field itself refuses
 
 
 @functools.cache
