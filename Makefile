@@ -56,9 +56,10 @@ aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write re
 
 peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers and mistral.rs, for python -m benchmarks.real_model
 
-clients: $(VENV)/.test $(CLIENTS:%=$(PEERS_VENV)/%/.peer) $(PEERS_VENV)/vllm/.peer  ## clients of OpenAI's API, each against our server
+clients: $(VENV)/.test $(VENV)/.chat $(CLIENTS:%=$(PEERS_VENV)/%/.peer) $(PEERS_VENV)/vllm/.peer  ## clients of OpenAI's API, each against our server
 	@$(BIN)/python -m benchmarks.clients \
-	  $(foreach each,$(CLIENTS) vllm,$(each)=$(PEERS_VENV)/$(each)/bin/python)
+	  $(foreach each,$(CLIENTS) vllm,$(each)=$(PEERS_VENV)/$(each)/bin/python) \
+	  answers=$(PEERS_VENV)/vllm/bin/python
 
 clean:  ## forget the environments; the next command makes its own anew
 	rm -rf $(VENV) $(AOT_VENV) $(PEERS_VENV) .venv-accelerator

@@ -24,7 +24,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import jspec
-from benchmarks import serve_load
+from benchmarks import serve_load, vllm_answers
 from jspec.engine import installed
 
 _TARGET = installed.EMBEDDED / "demo" / "target"
@@ -212,12 +212,18 @@ def vllm(run: Run) -> str:
     return f"16 of 16 requests, acceptance length {report['Acceptance length']} as in /metrics"
 
 
+def answers(run: Run) -> str:
+    """Compare the answers of our server and of vLLM's, field by field."""
+    return vllm_answers.compare(run.python, run.folder)
+
+
 CLIENTS: dict[str, Callable[[Run], str]] = {
     "langchain": langchain,
     "lm_eval": lm_eval,
     "aiperf": aiperf,
     "guidellm": guidellm,
     "vllm": vllm,
+    "answers": answers,
 }
 
 

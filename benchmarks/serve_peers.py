@@ -45,12 +45,18 @@ _VLLM = str(Path(__file__).with_name("peers") / "vllm_command.py")
 class Server:
     """A process that serves the model ``m``, and its children; stopped unless it is awake."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path):
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        dtype: str = "bfloat16",
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        words = [*command, "--port", str(port), "--served-model-name", "m", "--dtype", "bfloat16"]
+        words = [*command, "--port", str(port), "--served-model-name", "m", "--dtype", dtype]
         words += ["--max-num-seqs", str(_SLOTS), "--max-model-len", str(_LENGTH)]
         with log.open("w") as file:
             options = dict(stdout=file, stderr=file, start_new_session=True)

@@ -65,9 +65,9 @@ def settings_of(
     if isinstance(template, dict):  # several by name
         template = template.get("tool_use", template.get("default"))
     given["tool_parser"] = given["tool_parser"] or readers.of_template(template)
-    found = of_model.of(llm, defaults, override)
-    limit = found.pop(of_model.MAX_NEW_TOKENS, None)
-    return Settings(defaults=found, max_new_tokens=limit, **given)
+    defaults_of_model = of_model.of(llm, defaults, override)
+    limit = defaults_of_model.pop(of_model.MAX_NEW_TOKENS, None)
+    return Settings(defaults=defaults_of_model, max_new_tokens=limit, **given)
 
 
 def template_of(flag: str | None) -> str | None:

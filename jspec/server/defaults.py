@@ -36,8 +36,8 @@ def of(llm: LLM, source: str, override: Mapping[str, Any] | None = None) -> dict
             f"--override-generation-config: max_new_tokens={shown(limit)} must be an integer of "
             "at least 1."
         )
-    own = _checked("--override-generation-config", given)
-    return _of_file(llm, source) | own | ({} if limit is None else {MAX_NEW_TOKENS: limit})
+    overriding = _checked("--override-generation-config", given)
+    return _of_file(llm, source) | overriding | ({} if limit is None else {MAX_NEW_TOKENS: limit})
 
 
 def _of_file(llm: LLM, source: str) -> dict[str, Any]:

@@ -29,9 +29,9 @@ def imported(path: str) -> Any:
     Raises:
       ValueError: it cannot be imported, or is neither a class nor an ``async`` function.
     """
-    found = values.imported("--middleware", path)
-    if inspect.isclass(found) or inspect.iscoroutinefunction(found):
-        return found
+    middleware = values.imported("--middleware", path)
+    if inspect.isclass(middleware) or inspect.iscoroutinefunction(middleware):
+        return middleware
     raise ValueError(
         f"--middleware {shown(path)} must be a class of ASGI middleware, or an async function of "
         "(request, call_next)."
