@@ -16,6 +16,8 @@ from jspec.server.parts import PartReader, Parts
 from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
 from jspec.server.tool_calls import Use, use_of
 
+_OF_PROMPT = ("prompt_token_ids",)  # beside the choices of an event, as vLLM has it
+
 
 async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Response:
     """Answer a conversation: whole, or as events with ``stream``.
@@ -142,7 +144,8 @@ class Form:
                 piece = cursors.setdefault(text.index, Cursor()).advance(text)
                 choices += [(choice, [text]) for choice in self._deltas(piece)]
             for choice, texts in choices:
-                event = {**head, "choices": [choice]}
+                prompt = {key: choice.pop(key) for key in _OF_PROMPT if key in choice}
+                event = {**head, "choices": [choice], **prompt}
                 if is_counted:
                     counted = self.usage(output, batch, texts) if is_always_counted else None
                     event["usage"] = counted

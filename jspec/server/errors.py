@@ -66,7 +66,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        name = re.match(r"\w*", str(error))[0]
+        name = re.match(r"(?:Requested )?(\w*)", str(error))[1]
         raise RequestError(str(error), param=name if name in _NAMES else None) from None
     except queue.Full as error:
         raise RequestError(str(error), status=429) from None

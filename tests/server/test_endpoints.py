@@ -51,7 +51,7 @@ def error_of(response, status):
         ({"n": 0}, "n", "n=0 must be"),
         ({"n": 2}, "n", "n must be 1 when using greedy"),
         ({"best_of": 2, "n": 3, "temperature": 1}, "best_of", "best_of=2 must be"),
-        ({"logprobs": 21}, None, "max allowed: 20"),
+        ({"logprobs": 21}, "logprobs", "max allowed: 20"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias="),
         ({"response_format": {"type": "xml"}}, "response_format", "must have the type"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be compiled"),

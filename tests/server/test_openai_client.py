@@ -69,6 +69,21 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(llm, clie
     assert [each.finish_reason for each in choices if each.finish_reason] == ["length"]
 
 
+def test_the_first_event_of_a_chat_has_the_ids_of_the_prompt_beside_its_choice(llm, client):
+    (want,) = llm.chat(MESSAGES, jspec.SamplingParams(max_tokens=4, temperature=0))
+    first, *rest = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        stream=True,
+        max_tokens=4,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    assert first.prompt_token_ids == want.prompt_token_ids
+    ids = [token for event in rest for token in event.choices[0].token_ids]
+    assert ids == list(want.outputs[0].token_ids)
+
+
 def test_every_prompt_has_its_n_choices_in_order(llm, client):
     prompts = [PROMPT, "x", llm.get_tokenizer().encode("def add(x")]
     options = dict(n=2, seed=9, max_tokens=12)
