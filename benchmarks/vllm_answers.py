@@ -242,11 +242,11 @@ def shape(answer: Any) -> dict[str, Any]:
 
 def _without_counts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an event without numbers that depend on how many tokens it brings."""
-    kept: dict[str, Any] = {}
+    compared: dict[str, Any] = {}
     for path, value in fields.items():
         is_number = path.startswith("usage.") or "logprobs" in path or path.endswith("token_ids")
-        kept[path] = re.sub(r"\d+ ?", "", str(value)) if is_number else value
-    return kept
+        compared[path] = re.sub(r"\d+ ?", "", str(value)) if is_number else value
+    return compared
 
 
 def _order(events: list[dict[str, Any]]) -> Iterator[str]:
