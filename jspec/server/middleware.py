@@ -7,8 +7,12 @@ from typing import Any
 
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jspec.server import errors
 from jspec.util import values
 from jspec.util.messages import shown
 
@@ -42,6 +46,8 @@ def around(app: ASGIApp, cors: Cors | None, middlewares: Sequence[Any]) -> ASGIA
     """Return an app within middlewares, the last of them outermost, and all of them within CORS."""
     for each in middlewares:
         app = each(app) if inspect.isclass(each) else BaseHTTPMiddleware(app, dispatch=each)
+    if middlewares:  # which may fail; the API answers its own errors
+        app = ServerErrorMiddleware(app, handler=_failed)
     if cors is None:
         return app
     return CORSMiddleware(
@@ -51,3 +57,7 @@ def around(app: ASGIApp, cors: Cors | None, middlewares: Sequence[Any]) -> ASGIA
         allow_headers=cors.headers,
         allow_credentials=cors.has_credentials,
     )
+
+
+def _failed(_: Request, error: Exception) -> Response:
+    return errors.of(error).response

@@ -107,6 +107,13 @@ async def translate(request, call_next):
     return await call_next(request)
 
 
+async def fails(request, call_next):
+    if request.method == "POST":
+        await request.body()
+        raise RuntimeError("secret")
+    return await call_next(request)
+
+
 def plain(request):
     return request
 
@@ -131,6 +138,17 @@ def test_middleware_sees_requests_before_their_keys_and_refusals_too(llm):
         with httpx.stream("POST", url, json=body, headers=headers) as answer:
             next(answer.iter_lines())  # and leave
         server.wait_until_idle()
+
+
+def test_middleware_that_fails_is_an_error_of_the_server(llm):
+    limits = dict(middlewares=(fails,), cors=Cors((PAGE,)))
+    with live.running(llm, limits=limits) as server:
+        url = f"{server.url}/v1/chat/completions"
+        answer = httpx.post(url, json=CHAT, headers={"Origin": PAGE})
+        assert answer.status_code == 500 and "secret" not in answer.text
+        assert answer.json()["error"]["type"] == "InternalServerError"
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
 
 
 def test_docs_can_be_left_out(llm, server):
