@@ -1,7 +1,6 @@
 """``jspec serve``: OpenAI's HTTP API over a model."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,11 +44,11 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
     known = {parameter.name for parameter in context.command.params}
     named = {name.replace("-", "_"): value for name, value in given.items()}
     lists = {parameter.name for parameter in context.command.params if parameter.multiple}
-    is_json = lambda name, value: isinstance(value, dict | list) and name not in lists
-    context.default_map = {
-        name: json.dumps(named[name]) if is_json(name, named[name]) else named[name]
-        for name in named.keys() & known
-    }
+    defaults = {name: named[name] for name in named.keys() & known}
+    for name, value in defaults.items():
+        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
+            defaults[name] = json.dumps(value)  # as on the command line
+    context.default_map = defaults
     context.meta["jspec.unknown"] = {name: named[name] for name in named.keys() - known}
     return path
 
@@ -173,7 +172,6 @@ def serve(
     with server_options.named_extra():
         from jspec.server import logs, run
         from jspec.server.middleware import imported
-    logs.install(log_format)
     tracer = _tracer(otlp_traces_endpoint)
     network = run.Network(
         host=host,
@@ -192,8 +190,8 @@ def serve(
         drain_seconds=shutdown_timeout,
     )
     bound = network.bound()  # a taken port is an error before the model is loaded
-    say = logging.getLogger("jspec.server").info if log_format == "json" else None
-    with stages.Stages(Console(stderr=True), say) as stage:
+    write = logs.write_json if log_format == "json" else None
+    with stages.Stages(Console(stderr=True), write) as stage:
         stage.begin("loading")
         llm, name = server_options.loaded(
             model,
@@ -238,6 +236,7 @@ def serve(
             stage.end(f"{names} at {where} (Ctrl-C ends)")
             stage.note(_COMPILED_LATER)
 
+        logs.install(log_format)
         stage.begin("preparing programs")
         calls = dict(max_num_queued=max_num_queued_reqs, record=tracer and tracer.record)
         calls["on_progress"] = lambda done, count: stage.begin(f"compiling: {done} of {count}")

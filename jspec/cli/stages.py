@@ -25,7 +25,7 @@ class Stages:
         patience: float = 2.0,
     ):
         self._has_spinner, self._patience = console.is_terminal, patience
-        self._write = write or (lambda words: console.print(words, markup=False, soft_wrap=True))
+        self._console, self._write = console, write or self._print
         self._status = console.status("")
         self._timer = threading.Timer(0, int)
         self._begin = perf_counter()
@@ -57,6 +57,9 @@ class Stages:
     def note(self, words: str) -> None:
         """Write a line beside the stages."""
         self._write(words)
+
+    def _print(self, words: str) -> None:
+        self._console.print(words, markup=False, soft_wrap=True)
 
     def _timed(self, words: str) -> str:
         return f"{words} ({perf_counter() - self._begin:.1f} s)"

@@ -122,8 +122,7 @@ def _with_whole_numbers(values: list) -> list:
         return [_with_whole_numbers(each) if type(each) is list else each for each in values]
     if float not in kinds:
         return values
-    is_whole = lambda each: type(each) is float and each.is_integer()
-    return [int(each) if is_whole(each) else each for each in values]
+    return [int(each) if type(each) is float and each.is_integer() else each for each in values]
 
 
 class StreamOptions(_Fields):

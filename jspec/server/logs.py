@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import time
 from typing import Any
 
@@ -17,6 +18,12 @@ def install(kind: str) -> None:
     log = logging.getLogger("jspec")
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+
+
+def write_json(words: str) -> None:
+    """Write a line of JSON to standard error, before ``install`` too."""
+    record = logging.LogRecord("jspec", logging.INFO, "", 0, words, None, None)
+    print(_Json().format(record), file=sys.stderr, flush=True)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:

@@ -193,6 +193,7 @@ def test_a_server_answers_and_then_drains(target, tmp_path):
     config |= {"allowed-origins": ["https://a.example"], "allowed-methods": ["POST"]}
     config |= {"override-generation-config": {"temperature": 0, "max_new_tokens": 70}}
     config |= {"default-chat-template-kwargs": {"a": 1}, "enable-force-include-usage": True}
+    config |= {"allowed-headers": ["x-mine"], "allow-credentials": True}
     config |= {"disable-fastapi-docs": True, "middleware": ["tests.server.test_operators.Marks"]}
     (tmp_path / "serve.yaml").write_text(json.dumps(config | {"model": str(target)}))
     flags = "--config", "serve.yaml", "--served-model-name", "tiny", "--disable-log-requests"
