@@ -31,7 +31,10 @@ VARIABLES_HELP = "JSON object: variables of the chat template that requests do n
 
 def override(text: str | None) -> dict[str, Any]:
     """Return the value of --override-generation-config."""
-    return arguments.mapping("--override-generation-config", text, '{"temperature": 0.5}')
+    given = arguments.mapping("--override-generation-config", text, '{"temperature": 0.5}')
+    with named_extra():
+        from jspec.server import defaults as of_model
+    return of_model.overriding(given)
 
 
 def template_variables(text: str | None) -> dict[str, Any]:

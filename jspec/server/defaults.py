@@ -20,24 +20,31 @@ def of(llm: LLM, source: str, override: Mapping[str, Any] | None = None) -> dict
     Args:
       llm: the loaded models.
       source: "auto" for the generation_config.json of the model, "vllm" for none, or a directory.
-      override: settings instead of those of the file, with ``max_new_tokens``.
+      override: settings of ``overriding``, instead of those of the file.
 
     Raises:
       ValueError: the file is missing from a directory, or a value is out of range.
     """
-    given = dict(override or {})
+    return _of_file(llm, source) | dict(override or {})
+
+
+def overriding(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of --override-generation-config, with ``max_new_tokens``.
+
+    Raises:
+      ValueError: a name is unknown, or a value is out of range.
+    """
+    flag = "--override-generation-config"
     for name in given:
         if name not in _NAMES:
-            guess = did_you_mean(str(name), _NAMES) or f"; it takes {', '.join(_NAMES)}."
-            raise ValueError(f"--override-generation-config has no {shown(name)}{guess}")
+            guess = did_you_mean(name, _NAMES) or f"; it takes {', '.join(_NAMES)}."
+            raise ValueError(f"{flag} has no {shown(name)}{guess}")
     limit = given.get(MAX_NEW_TOKENS)
-    if limit is not None and not values.is_whole(limit, least=1):
-        raise ValueError(
-            f"--override-generation-config: max_new_tokens={shown(limit)} must be an integer of "
-            "at least 1."
-        )
-    overriding = _checked("--override-generation-config", given)
-    return _of_file(llm, source) | overriding | ({} if limit is None else {MAX_NEW_TOKENS: limit})
+    if limit is None:
+        return _checked(flag, given)
+    if not values.is_whole(limit, least=1):
+        raise ValueError(f"{flag}: max_new_tokens={shown(limit)} must be an integer of at least 1.")
+    return _checked(flag, given) | {MAX_NEW_TOKENS: limit}
 
 
 def _of_file(llm: LLM, source: str) -> dict[str, Any]:
