@@ -320,7 +320,7 @@ def compare(python: str, folder: Path) -> str:
     flags = ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
     flags += ["--enable-prompt-tokens-details"]
     result = []
-    for name, more in (("jspec", []), ("vllm, 2 threads", ["--enforce-eager"])):
+    for name, more in (("jspec", []), ("vllm, 1 threads", ["--enforce-eager"])):
         command, environment = started[name]
         log = folder / f"{name[:5]}.log"
         server = serve_peers.Server([*command, *flags, *more], environment, log, "float32")
