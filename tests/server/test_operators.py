@@ -14,6 +14,7 @@ from jspec.server.run import Network
 from tests.server import live
 from tests.server.live import NAME
 
+HTTP = httpx.Client(timeout=60)  # the first text of a server may have to compile
 PAGE = "https://page.example"
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
@@ -29,7 +30,7 @@ def guarded(llm):
 def preflight(server, origin=PAGE):
     headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
     headers["Access-Control-Request-Headers"] = "authorization,content-type"
-    return httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
+    return HTTP.options(f"{server.url}/v1/chat/completions", headers=headers)
 
 
 def test_a_browser_asks_before_it_sends_and_needs_no_key_for_that(guarded):
@@ -55,7 +56,7 @@ def test_a_browser_asks_before_it_sends_and_needs_no_key_for_that(guarded):
 )
 def test_a_page_can_read_answers_and_refusals(guarded, body, key, status):
     headers = {"Origin": PAGE, "Authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers)
+    answer = HTTP.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers)
     assert answer.status_code == status
     assert answer.headers["access-control-allow-origin"] == PAGE
 
@@ -63,7 +64,7 @@ def test_a_page_can_read_answers_and_refusals(guarded, body, key, status):
 def test_a_page_can_read_a_stream(guarded):
     headers = {"Origin": PAGE, "Authorization": "Bearer key"}
     url, body = f"{guarded.url}/v1/chat/completions", CHAT | {"stream": True}
-    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+    with HTTP.stream("POST", url, json=body, headers=headers) as answer:
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
 
@@ -78,7 +79,7 @@ def test_methods_headers_and_credentials_are_those_of_the_flags(llm):
     with live.running(llm, limits=dict(cors=cors)) as server:
         answer = preflight(server)
         assert answer.status_code == 400 and "method" in answer.text
-        read = httpx.get(f"{server.url}/v1/models", headers={"Origin": PAGE, "Cookie": "a=1"})
+        read = HTTP.get(f"{server.url}/v1/models", headers={"Origin": PAGE, "Cookie": "a=1"})
     assert read.headers["access-control-allow-credentials"] == "true"
     assert read.headers["access-control-allow-origin"] == PAGE
 
@@ -130,12 +131,12 @@ def test_middleware_sees_requests_before_their_keys_and_refusals_too(llm):
     limits = dict(api_keys=("key",), middlewares=(translate, Marks))
     with live.running(llm, limits=limits) as server:
         url = f"{server.url}/v1/models"
-        answers = [httpx.get(url, headers={"x-api-key": key}) for key in ("key", "other")]
+        answers = [HTTP.get(url, headers={"x-api-key": key}) for key in ("key", "other")]
         assert [each.status_code for each in answers] == [200, 401]
         assert all(each.headers["x-marked"] == "yes" for each in answers)
         headers, body = {"x-api-key": "key"}, CHAT | {"stream": True, "max_tokens": 150}
         url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, headers=headers) as answer:
+        with HTTP.stream("POST", url, json=body, headers=headers) as answer:
             next(answer.iter_lines())  # and leave
         server.wait_until_idle()
 
@@ -144,18 +145,18 @@ def test_middleware_that_fails_is_an_error_of_the_server(llm):
     limits = dict(middlewares=(fails,), cors=Cors((PAGE,)))
     with live.running(llm, limits=limits) as server:
         url = f"{server.url}/v1/chat/completions"
-        answer = httpx.post(url, json=CHAT, headers={"Origin": PAGE})
+        answer = HTTP.post(url, json=CHAT, headers={"Origin": PAGE})
         assert answer.status_code == 500 and "secret" not in answer.text
         assert answer.json()["error"]["type"] == "InternalServerError"
         assert answer.headers["access-control-allow-origin"] == PAGE
-        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+        assert HTTP.get(f"{server.url}/v1/models").status_code == 200
 
 
 def test_docs_can_be_left_out(llm, server):
     paths = "/docs", "/redoc", "/openapi.json"
-    assert [httpx.get(f"{server.url}{path}").status_code for path in paths] == [200] * 3
+    assert [HTTP.get(f"{server.url}{path}").status_code for path in paths] == [200] * 3
     with live.running(llm, limits=dict(has_docs=False)) as bare:
-        assert [httpx.get(f"{bare.url}{path}").status_code for path in paths] == [404] * 3
+        assert [HTTP.get(f"{bare.url}{path}").status_code for path in paths] == [404] * 3
 
 
 def test_usage_can_be_forced_into_every_event(llm):
@@ -179,7 +180,7 @@ def test_requests_have_the_template_variables_that_they_do_not_set(llm):
         assert prompt() == prompt_ids(llm, "X!")
         assert prompt(shout=False) == prompt_ids(llm, "-!")
         messages = {"messages": CHAT["messages"]}
-        tokens = httpx.post(f"{server.url}/tokenize", json=messages).json()["tokens"]
+        tokens = HTTP.post(f"{server.url}/tokenize", json=messages).json()["tokens"]
     assert tokens == prompt_ids(llm, "X!")
 
 
