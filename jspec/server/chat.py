@@ -98,7 +98,8 @@ def _reasoner(
                 param="include_reasoning",
             )
         return None
-    reader, variables = readers.REASONING[name], fields.chat_template_kwargs or {}
+    reader = readers.REASONING[name]
+    variables = {**server.settings.template_variables, **(fields.chat_template_kwargs or {})}
     is_open = not has_grammar and reader.begins_after(prompt, variables)
     return lambda: reader(is_open)
 
