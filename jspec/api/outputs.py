@@ -81,7 +81,9 @@ class Transcript:
             skip = params.skip_special_tokens
             self._detokenizer = detokenizer.Detokenizer(tokenizer, prompt, skip)
             self._text_of = functools.cache(lambda token: tokenizer.decode([token]))
+        self._stops = detokenizer.StopStrings(params.stop)
         self._num_read = 0
+        self._token_ids: list[int] = []  # of the answer, as Python's numbers
         self._listed: list[dict[int, Logprob]] = []  # of the tokens read so far
         self._listed_prompt: list[dict[int, Logprob] | None] = []
         self.answer: Answer | None = None
@@ -123,6 +125,11 @@ class Transcript:
             self._listed_prompt = [None, *self._list(self._prompt[1:], scores, count)]
         return self._listed_prompt.copy()
 
+    def _ids(self) -> list[int]:
+        """Return the token ids so far; only new ones are converted."""
+        self._token_ids += self.answer.tokens[len(self._token_ids) :].tolist()
+        return self._token_ids[: len(self.answer.tokens)]
+
     def _logprobs(self) -> list[dict[int, Logprob]]:
         """Return the scores of the tokens so far; only new ones are converted."""
         known = len(self._listed)
@@ -144,24 +151,25 @@ class Transcript:
         return listed
 
     def _read_text(self, answer: Answer) -> bool:
+        """Decode the new tokens; return whether a stop string ended the text."""
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
         shown = len(answer.tokens) - hidden
         for count in range(self._num_read, shown):
             piece = self._detokenizer.feed(answer.tokens[count])
-            if self._stopped(piece, answer, count + 1):
+            if piece and self._stopped(piece, answer, count + 1):
                 return True
         return False
 
     def _stopped(self, piece: str, answer: Answer, count: int) -> bool:
-        """Add a piece of text; end the text after ``count`` tokens if it holds a stop string."""
-        old_length = len(self.text)
-        self.text += piece
-        stops = self._params.stop if count > self._params.min_tokens else ()
-        stop = detokenizer.find_stop(self.text, old_length, stops)
+        """Add a piece of text; end the text after ``count`` tokens if it completes a stop string."""
+        stop = self._stops.feed(piece, may_end=count > self._params.min_tokens)
         if not stop:
+            self.text += piece
             return False
-        begin, end, self.stop_reason = stop
-        self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
+        end, self.stop_reason = stop
+        self.text += piece[:end]
+        if not self._params.include_stop_str_in_output:
+            self.text = self.text[: len(self.text) - len(self.stop_reason)]
         self.finish_reason = "stop"
         self.answer = answers.cut(answer, count)
         return True
@@ -170,14 +178,14 @@ class Transcript:
         """Return the text so far, without an end that may become a stop string."""
         shown = self.text
         if not self.finish_reason and not self._params.include_stop_str_in_output:
-            shown = shown[: len(shown) - detokenizer.held_back(shown, self._params.stop)]
+            shown = shown[: len(shown) - self._stops.held]
         if self.answer is None:
             return CompletionOutput(index, shown, [])
         has_scores = self._params.logprobs is not None
         return CompletionOutput(
             index,
             shown,
-            self.answer.tokens.tolist(),
+            self._ids(),
             self.cumulative_logprob if has_scores else None,
             self._logprobs() if has_scores else None,
             self.finish_reason,

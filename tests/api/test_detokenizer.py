@@ -1,5 +1,9 @@
 """Text from token ids: whole characters only, and the same however the tokens arrive."""
 
+import copy
+import itertools
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,6 +72,60 @@ def test_pieces_join_to_the_decoding_of_the_whole(ids):
     assert "".join(pieces(ids)) == bytes(ids).decode("utf-8", errors="replace")
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["🙂", "é", "a "]).map(str.encode),
+            st.sampled_from([b"\xff", b"\xf0\x9f", b"\x99", b"\xe2\x82"]).flatmap(
+                lambda part: st.integers(1, 90).map(lambda count: part * count)
+            ),
+        ),
+        max_size=6,
+    )
+)
+def test_bytes_that_are_no_text_come_as_decoding_the_whole_gives_them(parts):
+    whole = b"".join(parts)
+    assert "".join(pieces(whole)) == whole.decode("utf-8", errors="replace")
+
+
+class Counting(Bytes):
+    """Counts the ids that it decodes."""
+
+    def __init__(self):
+        self.num_decoded = 0
+
+    def decode(self, ids, **settings):
+        self.num_decoded += len(ids)
+        return super().decode(ids, **settings)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [b"text ", "🙂é".encode(), b"\xff", b"\xf0\x9f", b"a\xff", [256], [0xF0, 256, 256]],
+    ids=["words", "characters", "broken", "half", "mixed", "left out", "half and left out"],
+)
+def test_a_token_costs_the_same_however_long_the_text_is(unit):
+    tokenizer = Counting()
+    detokenizer = text.Detokenizer(tokenizer, b"prompt")
+    for token in list(unit) * (6000 // len(unit)):
+        detokenizer.feed(token)
+    detokenizer.flush()
+    assert tokenizer.num_decoded < 6000 * 100
+
+
+def test_special_tokens_that_are_left_out_are_not_decoded(byte_tokens):
+    tokenizer = copy.deepcopy(byte_tokens)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    detokenizer = text.Detokenizer(tokenizer, (1, 2))
+    ids = [1, *[tokenizer.eos_token_id] * 3000, 2]
+    begin = time.process_time()
+    pieces = [detokenizer.feed(token) for token in ids]
+    assert "".join(pieces) == " the fox" and time.process_time() - begin < 1
+    shown = text.Detokenizer(tokenizer, (1, 2), skip_special_tokens=False)
+    assert "".join(map(shown.feed, ids[:3])) == " the<end><end>"
+
+
 @pytest.fixture(scope="module")
 def byte_tokens():
     """A tokenizer like Llama 2's: its decoder drops the first space of its input."""
@@ -129,36 +187,79 @@ def first_stop(whole, stops):
     return end - len(stop), end, stop
 
 
-words = st.text("ab", max_size=12)
-some_stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+def naive_held(whole, stops):
+    """The specification: the longest end of the text that begins a stop string."""
+    sizes = [n for stop in stops for n in range(1, len(stop)) if whole.endswith(stop[:n])]
+    return max(sizes, default=0)
+
+
+words = st.text("ab", max_size=24)
+some_stops = st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+def cut(data, whole):
+    """Cut a text into pieces of any size, the empty one included."""
+    sizes = data.draw(st.lists(st.integers(0, 5), max_size=12))
+    ends = [0, *itertools.accumulate(sizes), len(whole)]
+    return [whole[begin:end] for begin, end in itertools.pairwise(sorted(ends))]
+
+
+@settings(max_examples=500, deadline=None)
+@given(words, some_stops, st.data())
+def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, data):
+    watched, known = text.StopStrings(stops), ""
+    for piece in cut(data, whole):
+        match = watched.feed(piece)
+        if match:
+            end = len(known) + match[0]
+            assert (end - len(match[1]), end, match[1]) == first_stop(whole, stops)
+            return
+        known += piece
+        assert watched.held == naive_held(known, stops) == text.held_back(known, stops)
+    assert first_stop(whole, stops) is None
 
 
 @settings(max_examples=300, deadline=None)
-@given(words, some_stops, st.data())
-def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, data):
-    known = ""
-    while known != whole:
-        size = data.draw(st.integers(1, len(whole) - len(known)))
-        start, known = len(known), whole[: len(known) + size]
-        match = text.find_stop(known, start, stops)
-        if match:
-            break
-    else:
-        match = None
-    assert match == first_stop(whole, stops)
+@given(words, words, some_stops)
+def test_a_stop_string_counts_only_if_it_ends_where_the_text_may_end(early, late, stops):
+    watched = text.StopStrings(stops)
+    assert watched.feed(early, may_end=False) is None
+    match = watched.feed(late)
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(1, len(late) + 1)
+        if (early + late[:end]).endswith(stop)
+    ]
+    expected = min(ends, default=None)
+    assert match == (expected and (expected[0], expected[2]))
 
 
 @settings(max_examples=200, deadline=None)
 @given(words, some_stops)
 def test_text_shown_early_is_never_taken_back(whole, stops):
-    shown = ""
+    shown, watched = "", text.StopStrings(stops)
     for end in range(1, len(whole) + 1):
-        match = text.find_stop(whole[:end], end - 1, stops)
-        now = whole[: match[0]] if match else whole[: end - text.held_back(whole[:end], stops)]
+        match = watched.feed(whole[end - 1])
+        now = whole[: end - (len(match[1]) if match else watched.held)]
         assert now.startswith(shown)
         shown = now
         if match:
             return
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [["q" * 100_000], [f"{'ab' * 500}{n}" for n in range(64)], [f"{n}" * 1000 for n in range(64)]],
+    ids=["long", "periodic", "other"],
+)
+def test_a_piece_costs_its_own_length_whatever_the_stop_strings_are(stops):
+    watched = text.StopStrings(stops)
+    watched.feed("ab" * 499)  # the first piece reads the stop strings
+    begin = time.process_time()
+    for _ in range(200):
+        assert watched.feed("abab") is None
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "one "), (True, "one two")])
