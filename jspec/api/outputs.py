@@ -161,7 +161,7 @@ class Transcript:
         return False
 
     def _stopped(self, piece: str, answer: Answer, count: int) -> bool:
-        """Add a piece of text; end the text after ``count`` tokens if it completes a stop string."""
+        """Add a piece of text; end the text after ``count`` tokens if a stop string ends."""
         stop = self._stops.feed(piece, may_end=count > self._params.min_tokens)
         if not stop:
             self.text += piece

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.api import content
+from jspec.api import content, limits
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import encodes
 
@@ -36,6 +37,48 @@ class Prompt:
     cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
 
 
+class Encoder:
+    """Encodes texts for a model, and refuses one that cannot fit before any work.
+
+    A text of more characters than ``max_model_len`` of the longest tokens has too many tokens. Its
+    characters are counted after the tokenizer's normalizer, which may merge or drop some.
+
+    Args:
+      get_tokenizer: returns the tokenizer, or raises ValueError without one.
+      max_model_len: longest sequence.
+    """
+
+    def __init__(self, get_tokenizer: Callable[[], Any], max_model_len: int):
+        self._get_tokenizer, self._max_model_len = get_tokenizer, max_model_len
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, must_fit: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text; without ``must_fit`` it may have any length."""
+        tokenizer = self._get_tokenizer()
+        if must_fit:
+            self._check(text, tokenizer)
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check(self, text: str, tokenizer: Any) -> None:
+        most = self._max_model_len * self._longest_token
+        if len(text) <= most:
+            return
+        normalizer = None
+        if hasattr(tokenizer, "backend_tokenizer"):
+            normalizer = tokenizer.backend_tokenizer.normalizer
+        size = len(text) if normalizer is None else len(normalizer.normalize_str(text))
+        limits.PROMPT_CHARACTERS.check(size, most)
+
+    @functools.cached_property
+    def _longest_token(self) -> float:
+        """Most characters of a token; infinite if the tokenizer does not list them."""
+        tokenizer = self._get_tokenizer()
+        if not hasattr(tokenizer, "get_vocab"):
+            return math.inf
+        return max(map(len, tokenizer.get_vocab()), default=math.inf)
+
+
 def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
     """Read one prompt or a list of them; raise ValueError for an empty or unknown one."""
     items = [prompts] if isinstance(prompts, str | Mapping) else prompts
@@ -54,6 +97,7 @@ def of_chat(
     tokenizer: Any,
     chat_template: str | None,
     variables: Mapping[str, Any],
+    encode: Encoder,
     content_format: str = "auto",
 ) -> list[dict[str, Any]]:
     """Render one conversation or a list of them, each to a prompt for ``read``."""
@@ -73,8 +117,9 @@ def of_chat(
     render = functools.partial(rendered, tokenizer, chat_template=chat_template, **variables)
     texts = [render(content.formatted(each, read, content_format)) for each in conversations]
     # The template has already written the special tokens.
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
+    ids = [encode(text, add_special_tokens=False) for text in texts]
+    pairs = zip(texts, ids, strict=True)
+    return [{"prompt": text, "prompt_token_ids": each} for text, each in pairs]
 
 
 def template_of(chat_template: Any) -> str | None:

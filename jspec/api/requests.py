@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from jspec.api import limits
 from jspec.api.outputs import RequestOutput, Transcript
 from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
@@ -98,7 +99,8 @@ def resolve(
 def _spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of words, at the beginning of a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
-    phrases = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    phrases = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    limits.BAD_WORD_TOKENS.check(max(map(len, phrases), default=0))
     return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jspec.api import limits
 from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
 from jspec.grammar import automata, outputs
@@ -34,7 +35,7 @@ NOT_YET: dict[str, Any] = {
     "use_beam_search": False,
 }
 
-_MOST_TEXTS = 16384  # vLLM's limit
+_MOST_TEXTS = limits.TEXTS.most
 _OVER_HTTP_NONE = ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
 _BOOLS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
@@ -128,7 +129,6 @@ class SamplingParams:
             values["seed"] = None
         vars(self).update(values)
         self._check()
-        vars(self)["stop_token_ids"] = tuple(dict.fromkeys(self.stop_token_ids))
 
     @property
     def num_texts(self) -> int:
@@ -152,6 +152,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not holds(value):
                 raise ValueError(f"{name}={_shown(value)} must be {words}.")
+        vars(self)["stop_token_ids"] = tuple(dict.fromkeys(self.stop_token_ids))
+        self._check_sizes()
         if self.best_of is not None and not is_whole(self.best_of, self.n, _MOST_TEXTS):
             raise ValueError(
                 f"best_of={shown(self.best_of)} must be None or a whole number of at least "
@@ -175,6 +177,14 @@ class SamplingParams:
                 "stop strings are only supported when detokenize is True. Set detokenize=True to "
                 "use stop, or stop at stop_token_ids."
             )
+
+    def _check_sizes(self) -> None:
+        """Raise ValueError if a list, or a text in it, is above its limit."""
+        limits.STOP_STRINGS.check(len(self.stop))
+        limits.STOP_CHARACTERS.check(max(map(len, self.stop), default=0))
+        limits.STOP_TOKENS.check(len(self.stop_token_ids))
+        limits.BAD_WORDS.check(len(self.bad_words))
+        limits.BAD_WORD_CHARACTERS.check(max(map(len, self.bad_words), default=0))
 
 
 def _refuse(given: dict[str, Any]) -> None:

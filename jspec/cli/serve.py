@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jspec.api import limits
 from jspec.cli import arguments, options, server_options, stages
 from jspec.cli.options import option
 from jspec.util.messages import did_you_mean, shown
@@ -125,7 +126,12 @@ def serve(
         str, "none or summary: counts of drafts in every choice."
     ) = "none",
     request_timeout: _server(float | None, "Longest seconds of a request; more get 504.") = None,
-    max_body_bytes: _server(int, "Largest body; a larger one gets 413.", min=1) = 8 << 20,
+    max_body_bytes: _server(
+        int, "Largest body; a larger one gets 413.", min=1
+    ) = limits.BODY_BYTES.most,
+    max_texts_per_request: _server(
+        int, "Most texts of a request: its prompts times n.", min=1
+    ) = limits.TEXTS_OF_BODY.most,
     shutdown_timeout: _server(float, "Seconds for running requests after SIGTERM.", min=0) = 120.0,
     root_path: _server(str, "Path prefix of a proxy.") = "",
     ssl_keyfile: _server(Path | None, "Private key, for HTTPS.") = None,
@@ -221,6 +227,7 @@ def serve(
             chat_template_content_format=chat_template_content_format,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            max_texts=max_texts_per_request,
             request_seconds=request_timeout,
             has_dev_endpoints=enable_dev_endpoints,
             shows_stats=per_request_spec_decode_stats == "summary",

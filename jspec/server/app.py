@@ -12,18 +12,37 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
-from jspec.server import chat, completions, errors, fields, middleware, prompts, responses
+from jspec.server import (
+    chat,
+    completions,
+    errors,
+    fields,
+    middleware,
+    prompts,
+    responses,
+    sizes,
+)
 from jspec.server.errors import RequestError, refusals
 from jspec.server.gate import Gate
-from jspec.server.serving import Server
+from jspec.server.serving import SHORT_BYTES, Server
 
 _VERSION = metadata.version("jspec-decoding")
 
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body strictly: no NaN, no half of a surrogate pair, no endless nesting."""
-        return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        """Parse the body strictly: no NaN, no half of a surrogate pair, no endless nesting.
+
+        Its sizes are checked before its fields are.
+        """
+        body, server = await self.body(), self.app.state.server
+
+        def parsed() -> Any:
+            given = pydantic_core.from_json(body, allow_inf_nan=False)
+            sizes.check(server, given)
+            return given
+
+        return parsed() if len(body) <= SHORT_BYTES else await server.in_thread(parsed)
 
 
 class _JsonRoute(APIRoute):
@@ -58,6 +77,7 @@ def create(
     """
     hidden = {} if has_docs else dict(openapi_url=None, docs_url=None, redoc_url=None)
     app = FastAPI(title="jspec", version=_VERSION, root_path=root_path, **hidden)
+    app.state.server = server
     errors.install(app)
     for router in (_generation(server), _tokens(server), _state(server)):
         app.include_router(router)
@@ -107,40 +127,46 @@ def _tokens(server: Server) -> APIRouter:
         server.check_model(name)
         return _model(server, name)
 
-    @router.post("/tokenize")
-    async def tokenize(body: fields.TokenizeFields) -> dict[str, Any]:
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: fields.TokenizeFields) -> Response:
         body.check()
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send prompt or messages, one of them.", param="prompt")
-        if body.messages is None:
-            special = body.add_special_tokens is not False
-            ids = await server.served.in_thread(
-                lambda: prompts.encode(server, body.prompt, special)
-            )
-        else:
-            prompt = await server.served.in_thread(lambda: prompts.of_chat(server, body))
-            ids = prompt["prompt_token_ids"]
-        texts = server.llm.get_tokenizer().convert_ids_to_tokens(ids)
-        most = server.llm.max_model_len
-        strings = {"token_strs": texts if body.return_token_strs else None}
-        return {"count": len(ids), "max_model_len": most, "tokens": ids, **strings}
+        return await server.in_thread(lambda: JSONResponse(_tokenized(server, body)))
 
     @router.post("/detokenize")
     async def detokenize(body: fields.DetokenizeFields) -> dict[str, Any]:
         body.check()
         server.check_model(body.model)
-        size = server.llm.build.plan.target.vocab_size
-        wrong = [token for token in body.tokens if not 0 <= token < size]
-        if wrong:
-            message = f"tokens hold {wrong[0]}, outside the vocabulary of {size}."
-            raise RequestError(message, param="tokens")
-        with refusals():
-            tokenizer = server.llm.get_tokenizer()
-            text = await server.served.in_thread(lambda: tokenizer.decode(body.tokens))
-        return {"prompt": text}
+        return {"prompt": await server.in_thread(lambda: _detokenized(server, body.tokens))}
 
     return router
+
+
+def _tokenized(server: Server, body: fields.TokenizeFields) -> dict[str, Any]:
+    """Return the answer of /tokenize. A text may be longer than the model."""
+    if body.messages is None:
+        special = body.add_special_tokens is not False
+        ids = prompts.encode(server, body.prompt, special, must_fit=False)
+    else:
+        ids = prompts.of_chat(server, body)["prompt_token_ids"]
+    texts = None
+    if body.return_token_strs:
+        texts = server.llm.get_tokenizer().convert_ids_to_tokens(ids)
+    most = server.llm.max_model_len
+    return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts}
+
+
+def _detokenized(server: Server, tokens: list[int]) -> str:
+    """Return the text of tokens."""
+    size = server.llm.build.plan.target.vocab_size
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        message = f"tokens hold {wrong}, outside the vocabulary of {size}."
+        raise RequestError(message, param="tokens")
+    with refusals():
+        return server.llm.get_tokenizer().decode(tokens)
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pydantic
 from starlette.responses import Response
 
-from jspec.server import chat, completions, errors, responses
+from jspec.server import chat, completions, errors, responses, sizes
 from jspec.server.errors import RequestError
 from jspec.server.fields import ChatFields, CompletionFields, ResponseFields
 from jspec.server.serving import Server
@@ -202,6 +202,7 @@ async def _answer(server: Server, line: Line) -> dict[str, Any]:
     kind, answer = _ENDPOINTS[line.url]
     status, body, failure = 200, None, None
     try:
+        sizes.check(server, line.body)
         fields = kind.model_validate(line.body)
         if fields.stream:
             raise RequestError("stream has no meaning in a batch; leave it out.", param="stream")

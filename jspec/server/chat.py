@@ -53,7 +53,7 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         is_parallel=fields.parallel_tool_calls is not False,
     )
     shown = fields if fields.tool_choice != "none" else fields.model_copy(update={"tools": None})
-    prompt = await server.served.in_thread(lambda: prompts.of_chat(server, shown))
+    prompt = await server.in_thread(lambda: prompts.of_chat(server, shown))
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(fields, name)
     options = dict(

@@ -32,7 +32,7 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
     # A prompt alone is scored with one token after it, which is dropped.
     is_prompt_alone = bool(fields.echo) and fields.max_tokens == 0
     asked = 1 if is_prompt_alone else fields.max_tokens
-    given = await server.served.in_thread(lambda: prompts.of_completion(server, fields))
+    given = await server.in_thread(lambda: prompts.of_completion(server, fields))
     params = await server.served.in_thread(
         lambda: [_params(server, fields, prompt, asked) for prompt in given],
         compiles=fields.has_grammar,

@@ -98,6 +98,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         cause = error.__cause__
+        if isinstance(cause, RequestError):
+            return cause.response
         message = str(cause) if isinstance(cause, ValueError) else str(error.detail)
         return RequestError(message, status=error.status_code).response
 

@@ -3,11 +3,13 @@
 import functools
 import logging
 import typing
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -16,6 +18,7 @@ from pydantic import (
 
 from jspec.server.errors import RequestError
 from jspec.util.messages import printable
+from jspec.util.values import is_real
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()  # unknown fields; a client sends them with each request
@@ -61,6 +64,26 @@ _NOT_YET: dict[str, tuple[tuple, str]] = {
 
 _LAX = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
 _MOST_LISTS = 2048  # in a list; longer ones are refused
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Check that all values are numbers; pydantic alone makes an error for each that is none."""
+    if not all(map(is_real, values.values())):
+        raise ValueError("every value must be a number")
+    return values
+
+
+class _First(FailFast):
+    """Have a long list with many wrong items be one error; ``FailFast`` has no hash for unions."""
+
+    __hash__ = object.__hash__
+
+
+_Texts = Annotated[list[str], _First()]
+_Ids = Annotated[list[int], _First()]
+_Prompts = Annotated[list[_Ids], _First()]
+_Objects = Annotated[list[dict[str, Any]], _First()]
+_Numbers = Annotated[dict[str, Any], AfterValidator(_numbers)]
 
 
 class _Fields(BaseModel):
@@ -143,18 +166,18 @@ class GenerationFields(_Fields):
     n: int | None = None
     best_of: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Texts | None = None
+    stop_token_ids: _Ids | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Numbers | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: _Ids | None = None
+    bad_words: _Texts | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -187,7 +210,7 @@ class GenerationFields(_Fields):
 class CompletionFields(GenerationFields):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Texts | _Ids | _Prompts
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -197,19 +220,19 @@ class CompletionFields(GenerationFields):
 class ChatFields(GenerationFields):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: _Objects
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    documents: list[dict[str, Any]] | None = None
+    documents: _Objects | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = True
 
@@ -217,7 +240,7 @@ class ChatFields(GenerationFields):
 class ResponseFields(_Fields):
     """The body of /v1/responses, of which text is supported."""
 
-    input: str | list[dict[str, Any]]
+    input: str | _Objects
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -225,7 +248,7 @@ class ResponseFields(_Fields):
     top_p: float | None = None
     stream: bool | None = False
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
 
 
@@ -234,8 +257,8 @@ class TokenizeFields(_Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: _Objects | None = None
+    tools: _Objects | None = None
     add_special_tokens: bool | None = True
     add_generation_prompt: bool | None = True
     return_token_strs: bool | None = False
@@ -245,10 +268,10 @@ class DetokenizeFields(_Fields):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Ids
 
 
 class AbortFields(_Fields):
     """The body of /abort_requests; without ids all requests end."""
 
-    request_ids: list[str] | None = None
+    request_ids: _Texts | None = None

@@ -12,8 +12,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jspec.api import limits
 from jspec.server.errors import RequestError
-from jspec.server.serving import Server
+from jspec.server.serving import Server, body_size
 
 _log = logging.getLogger("jspec.server.access")
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -46,7 +47,7 @@ class Gate:
         server: Server,
         *,
         api_keys: Sequence[str] = (),
-        max_body_bytes: int = 8 << 20,
+        max_body_bytes: int = limits.BODY_BYTES.most,
         body_seconds: float = 30.0,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ):
@@ -85,6 +86,7 @@ class Gate:
         except _Left:
             pass
         else:
+            body_size.set(len(body))
             await _run(self._app, scope, body, receive, reply)
         finally:
             route = getattr(scope.get("route"), "path", "-")

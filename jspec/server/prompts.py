@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.api import content as contents
+from jspec.api import limits
 from jspec.server import templates
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import ChatFields, CompletionFields, TokenizeFields
@@ -13,23 +14,21 @@ from jspec.util.messages import shown
 from jspec.util.values import encodes
 
 Prompt = dict[str, Any]  # as ``LLM.generate`` takes it, with ``prompt_token_ids``
-_MOST_PROMPTS = 2048  # of one request, as OpenAI
 
 
 def of_completion(server: Server, fields: CompletionFields) -> list[Prompt]:
     """Return the prompts of /v1/completions.
 
     Raises:
-      RequestError: there is none, there are too many, or one is empty.
+      RequestError: there is none, or one is empty or too long.
     """
     given = fields.prompt
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     items = [given] if is_one else given
-    if not 1 <= len(items) <= _MOST_PROMPTS:
-        raise RequestError(
-            f"prompt must hold 1 to {_MOST_PROMPTS} prompts, got {len(items)}.", param="prompt"
-        )
-    prompts = [_encoded(server, item, fields.add_special_tokens is not False) for item in items]
+    if not items:
+        most = server.settings.max_texts
+        raise RequestError(f"prompt must hold 1 to {most} prompts, got 0.", param="prompt")
+    prompts = [_encoded(server, item, fields) for item in items]
     return [_truncated(server, prompt, fields.truncate_prompt_tokens) for prompt in prompts]
 
 
@@ -62,6 +61,8 @@ def of_chat(server: Server, fields: ChatFields | TokenizeFields) -> Prompt:
             )
         else:
             prompt = _of_template(server, fields.chat_template, messages, variables | options)
+    except limits.TooLarge as error:
+        raise RequestError(str(error), param="messages") from None
     except ValueError as error:
         raise RequestError(str(error), status=422, param="messages") from None
     return _truncated(server, prompt, get("truncate_prompt_tokens"))
@@ -94,19 +95,24 @@ def _of_template(
     return {"prompt": text, "prompt_token_ids": encode(server, text, False)}
 
 
-def encode(server: Server, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a text."""
+def encode(
+    server: Server, text: str, add_special_tokens: bool, *, must_fit: bool = True
+) -> list[int]:
+    """Return the token ids of a text; one that ``must_fit`` the model is refused otherwise."""
     if not encodes(text):
         raise RequestError("the prompt has half of a surrogate pair; send text.", param="prompt")
     with refusals():
-        tokenizer = server.llm.get_tokenizer()
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return server.llm.encode(text, add_special_tokens=add_special_tokens, must_fit=must_fit)
 
 
-def _encoded(server: Server, item: str | list[int], add_special_tokens: bool) -> Prompt:
+def _encoded(server: Server, item: str | list[int], fields: CompletionFields) -> Prompt:
     if not isinstance(item, str):
         return {"prompt_token_ids": item}
-    return {"prompt": item, "prompt_token_ids": encode(server, item, add_special_tokens)}
+    special, is_whole = (
+        fields.add_special_tokens is not False,
+        fields.truncate_prompt_tokens is None,
+    )
+    return {"prompt": item, "prompt_token_ids": encode(server, item, special, must_fit=is_whole)}
 
 
 def _truncated(server: Server, prompt: Prompt, count: int | None) -> Prompt:

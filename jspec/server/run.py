@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jspec.api import limits
 from jspec.api.async_llm import AsyncLLM
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ class Network:
     cors: Cors | None = None
     middlewares: tuple[Any, ...] = ()
     has_docs: bool = True
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = limits.BODY_BYTES.most
     drain_seconds: float = 120.0  # longest time for running requests after SIGTERM
 
     @property

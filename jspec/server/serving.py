@@ -1,14 +1,17 @@
 """The engine of a server, its settings, and its running requests, for all endpoints."""
 
 import asyncio
+import contextvars
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.responses import StreamingResponse
 
+from jspec.api import limits
 from jspec.api.async_llm import AsyncLLM, RunningRequest
 from jspec.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jspec.api.sampling_params import SamplingParams
@@ -21,6 +24,10 @@ from jspec.util.messages import printable
 _NO_TOKEN = (
     "every token had probability 0: the model's logits are NaN, or the request forbids all tokens."
 )
+SHORT_BYTES = 64 << 10  # of a body that is worked on at once
+_LONG_THREADS = 2  # bodies above it that are worked on at a time
+
+body_size: contextvars.ContextVar[int] = contextvars.ContextVar("body_size", default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Settings:
     trusts_chat_templates: bool = False  # whether requests may bring their own
     chat_template_content_format: str = "auto"
     tool_parser: str | None = None  # None: the one that the chat template suggests
+    max_texts: int = limits.TEXTS_OF_BODY.most  # of a request: its prompts times n
     reasoning_parser: str | None = None  # None: texts have no reasoning
     request_seconds: float | None = None  # longest time for a request; None: any
     has_dev_endpoints: bool = False
@@ -48,6 +56,7 @@ class Server:
     def __init__(self, served: AsyncLLM, settings: Settings, observer: Observer):
         self.served, self.settings, self.observer = served, settings, observer
         self.is_draining, self.created = False, int(time.time())
+        self._long = ThreadPoolExecutor(_LONG_THREADS, "jspec-long-body")
 
     @property
     def llm(self) -> Any:
@@ -58,6 +67,15 @@ class Server:
     def model_name(self) -> str:
         """The model's name in answers."""
         return self.settings.model_names[0]
+
+    async def in_thread(self, call: Callable[[], Any]) -> Any:
+        """Return the result of work on the body of the current request, in a thread.
+
+        Long bodies have few threads of their own, so that short ones do not wait for them.
+        """
+        if body_size.get() <= SHORT_BYTES:
+            return await self.served.in_thread(call)
+        return await asyncio.get_running_loop().run_in_executor(self._long, call)
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestError if a request is for another model; None is for any."""

@@ -47,7 +47,25 @@ def error_of(response, status):
         ({"prompt": []}, "prompt", "1 to 2048 prompts"),
         ({"prompt": ""}, "prompt", "prompt 0 is empty"),
         ({"prompt": [10**9]}, "prompt", "vocabulary"),
-        ({"prompt": ["a" * 5000]}, "prompt", "shorten the prompt"),
+        ({"prompt": ["a" * 5000]}, "prompt", "prompt has 5000 characters, but at most 1344"),
+        ({"prompt": ["a " * 300]}, "prompt", "shorten the prompt"),
+        ({"prompt": [5] * 192}, "prompt", "the prompt has 192 tokens"),
+        ({"prompt": [[5], [5] * 192]}, "prompt", "the prompt has 192 tokens"),
+        ({"prompt": [[5]] * 2049}, "prompt", "prompt has 2049 texts, which are prompts times n"),
+        ({"prompt": ["x"] * 3, "n": 700}, "prompt", "prompt has 2100 texts"),
+        ({"n": 2049, "temperature": 1}, "prompt", "larger --max-texts-per-request"),
+        ({"stop": ["x"] * 65}, "stop", "stop has 65 strings, but at most 64"),
+        ({"stop": "x" * 1001}, "stop", "stop has 1001 characters in a string"),
+        ({"stop_token_ids": [*range(257)]}, "stop_token_ids", "stop_token_ids has 257 ids"),
+        ({"bad_words": ["x"] * 1025}, "bad_words", "bad_words has 1025 words"),
+        ({"bad_words": ["x" * 201]}, "bad_words", "bad_words has 201 characters in a word"),
+        ({"bad_words": ["é" * 100]}, "bad_words", "bad_words has 201 tokens in a word"),
+        ({"logit_bias": {str(i): 1 for i in range(400)}}, "logit_bias", "logit_bias has 400"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias", "every value must be a number"),
+        ({"allowed_token_ids": [5] * 400}, "allowed_token_ids", "has 400 ids, but at most"),
+        ({"request_id": "x" * 257}, "request_id", "request_id has 257 characters"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "cache_salt has 257 characters"),
+        ({f"x{i}": 1 for i in range(256)}, None, "body has 260 fields"),
         ({"n": 0}, "n", "n=0 must be"),
         ({"n": 2}, "n", "n must be 1 when using greedy"),
         ({"best_of": 2, "n": 3, "temperature": 1}, "best_of", "best_of=2 must be"),
@@ -67,7 +85,7 @@ def error_of(response, status):
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not streamed"),
         ({"cache_salt": ""}, "prompt", "cache_salt"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_bad_field_is_named(http, changes, param, words):
     message, named = error_of(http.post("/v1/completions", json=COMPLETION | changes), 400)
@@ -91,8 +109,11 @@ def test_a_bad_field_is_named(http, changes, param, words):
         ({"chat_template": "{{ 1 }}"}, 400, "not taken from requests"),
         ({"chat_template_kwargs": {"messages": 1}}, 422, "argument of chat"),
         ({"audio": {"voice": "x"}}, 400, "answers are text"),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, 400, "prompt has 6"),
+        ({"messages": CHAT["messages"] * 10_001}, 400, "messages has 10001 items"),
+        ({"tools": [{}] * 1025}, 400, "tools has 1025 items, but at most 1024"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_bad_conversation_is_refused(http, changes, status, words):
     message, _ = error_of(http.post("/v1/chat/completions", json=CHAT | changes), status)
