@@ -106,8 +106,8 @@ TABLE = (*SAMPLING, PROMPT_CHARACTERS, *SERVER)
 def row(limit: Limit) -> str:
     """Return a limit as a row of the table in docs/serving.md.
 
-    >>> row(TEXTS)
-    '| `n` | 16,384 texts | vLLM\\'s limit, for best_of too |'
+    >>> print(row(TEXTS))
+    | `n` | 16,384 texts | vLLM's limit, for best_of too |
     """
     is_number = isinstance(limit.most, int)
     size = f"{limit.most:,} {limit.unit}" if is_number else f"{limit.most}, in {limit.unit}"

@@ -17,6 +17,7 @@ from tests.hostile.junk import anything, few
 from tests.server import live
 
 STATUSES = {200, 400, 404, 413, 422, 429, 503}
+JSON = {"Content-Type": "application/json"}
 KNOWN = {"prompt": "the quick", "max_tokens": 8, "temperature": 0}
 TEXT = st.sampled_from(["the quick", "def add(", "é🙂", "x" * 400]) | st.text(max_size=20)
 PLAUSIBLE = {
@@ -212,6 +213,45 @@ def test_a_connection_whose_request_does_not_come_is_closed(server, http, monkey
         connection.close()
     slow.close()
     assert http.post("/v1/completions", json=KNOWN | {"max_tokens": 60}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": [[5]] * 150_000}, "prompt has 150000 texts"),
+        ({"prompt": [5] * 300_000}, "the prompt has 300000 tokens"),
+        ({"prompt": "a " * 400_000}, "prompt has 800000 characters"),
+        ({"prompt": [{}] * 200_000}, "prompt has 200000 texts"),
+        ({"prompt": "x", "stop": "q" * 900_000}, "stop has 900000 characters"),
+        ({"prompt": "x", "stop": [f"q{n}" for n in range(90_000)]}, "stop has 90000 strings"),
+        ({"prompt": "x", "stop": [1] * 300_000}, "stop: "),
+        ({"prompt": "x", "stop_token_ids": [*range(100_000)]}, "stop_token_ids has 100000"),
+        ({"prompt": "x", "allowed_token_ids": [0.5] * 200}, "allowed_token_ids: "),
+        ({"prompt": "x", "bad_words": ["ab"] * 100_000}, "bad_words has 100000 words"),
+        ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(50_000)}}, "logit_bias has 50000"),
+        ({"prompt": "x", "request_id": "x" * 900_000}, "request_id has 900000"),
+        ({"prompt": "x", **{f"x{n}": 0 for n in range(60_000)}}, "body has 60001 fields"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_size_that_is_too_large_is_refused_before_any_work(http, body, words):
+    begin = time.process_time()  # of the server too: it is a thread of this process
+    response = http.post("/v1/completions", content=json.dumps(body), headers=JSON)
+    assert time.process_time() - begin < 1
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert words in message and len(message) < 300
+
+
+def test_long_bodies_do_not_hold_up_short_ones(http):
+    text = {"prompt": "the quick brown fox " * 3500}  # 70 kB
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:
+        long = [threads.submit(http.post, "/tokenize", json=text) for _ in range(12)]
+        while not any(each.done() for each in long):
+            time.sleep(0.01)
+        assert http.post("/v1/completions", json=KNOWN).status_code == 200
+        assert sum(each.done() for each in long) < 8
+        assert {each.result().status_code for each in long} == {200}
 
 
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
