@@ -174,13 +174,14 @@ def server(model: str, num_slots: int, *more: str) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "jspec", "serve", model, *flags, *more]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            yield _address(process, log), process.pid
+            yield address(process, log), process.pid
         finally:
             process.terminate()
             process.wait(60)
 
 
-def _address(process: subprocess.Popen, log: IO[str]) -> str:
+def address(process: subprocess.Popen, log: IO[str]) -> str:
+    """Return the address of a server once it answers; raise RuntimeError if it ends."""
     while process.poll() is None:
         log.seek(0)
         if ready := re.search(r"at (http://\S+)/v1 ", log.read()):
