@@ -80,6 +80,12 @@ TEXTS_OF_BODY = Limit(
 )
 LOGIT_BIAS = Limit("logit_bias", "the vocabulary", "entries", "others are errors")
 ALLOWED_TOKENS = Limit("allowed_token_ids", "the vocabulary", "ids", "others are errors")
+SCORES = Limit(
+    "prompt_logprobs",
+    4_000_000,
+    "scores, of all prompts together",
+    "each is an object of the server and a number of the answer; echo with logprobs has them too",
+)
 MESSAGES = Limit("messages", 10_000, "items", "a chat template reads all, in Python")
 INPUT = Limit("input", MESSAGES.most, "items", "each becomes a message")
 DOCUMENTS = Limit("documents", 10_000, "items", "a chat template reads all, in Python")
@@ -92,6 +98,7 @@ SERVER = (
     TEXTS_OF_BODY,
     LOGIT_BIAS,
     ALLOWED_TOKENS,
+    SCORES,
     MESSAGES,
     INPUT,
     DOCUMENTS,

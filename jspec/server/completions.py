@@ -43,11 +43,13 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
     if fields.stream:
         return Events(batch, form.events(batch))
     outputs = await batch.last()
-    choices = [
-        form.choice(index, output, whole(text))
-        for index, output in enumerate(outputs)
-        for text in output.outputs
-    ]
+    choices = await server.in_thread(
+        lambda: [
+            form.choice(index, output, whole(text))
+            for index, output in enumerate(outputs)
+            for text in output.outputs
+        ]
+    )
     return {**form.head, "choices": choices, "usage": form.usage(outputs, batch)}
 
 

@@ -130,9 +130,22 @@ class Server:
         salted = [{**prompt, **salt} for prompt in prompts]
         arrival = time.perf_counter()
         with refusals():
+            limits.SCORES.check(self._num_scores(prompts, params))
             given = salted, params, names
             running = await self.served.submit_all(*given, priority=fields.priority or 0)
         return Batch(self, running, arrival)
+
+    def _num_scores(
+        self, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]
+    ) -> int:
+        """Return the number of scores of prompts that a request asks for."""
+        total = 0
+        for prompt, one in zip(prompts, params, strict=True):
+            count = one.prompt_logprobs
+            if count is not None:
+                listed = self.llm.build.plan.target.vocab_size if count == -1 else count
+                total += len(prompt["prompt_token_ids"]) * (listed + 1)
+        return total
 
 
 class Batch:
@@ -156,24 +169,29 @@ class Batch:
         Raises:
           RequestError: a text failed, or the time is over.
         """
-        waiting = {_next(each): index for index, each in enumerate(self.running)}
+        waiting: dict[int, asyncio.Future[RequestOutput]] = {}
+        came: asyncio.Queue[int] = asyncio.Queue()  # an output costs the same among many prompts
+
+        def wait_for(index: int) -> None:
+            waiting[index] = asyncio.ensure_future(anext(self.running[index]))
+            waiting[index].add_done_callback(lambda _: came.put_nowait(index))
+
         try:
+            for index in range(len(self.running)):
+                wait_for(index)
             while waiting:
                 left = None if self._end is None else self._end - time.monotonic()
-                first = dict(timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                done, _ = await asyncio.wait(waiting, **first)
-                if not done:
-                    raise TimeoutError
-                for task in done:
-                    index, output = waiting.pop(task), task.result()
-                    self._watched[index].see(output)
-                    if any(text.finish_reason == "error" for text in output.outputs):
-                        raise RequestError(_NO_TOKEN, status=500)
-                    yield index, output
-                    if not output.finished:
-                        waiting[_next(self.running[index])] = index
+                async with asyncio.timeout(left):
+                    index = await came.get()
+                output = waiting.pop(index).result()
+                self._watched[index].see(output)
+                if any(text.finish_reason == "error" for text in output.outputs):
+                    raise RequestError(_NO_TOKEN, status=500)
+                yield index, output
+                if not output.finished:
+                    wait_for(index)
         finally:
-            for task in waiting:
+            for task in waiting.values():
                 task.cancel()
             self.close()
 
@@ -181,10 +199,6 @@ class Batch:
         """Return the last output of each prompt."""
         last = {index: output async for index, output in self.outputs()}
         return [last[index] for index in range(len(self.running))]
-
-
-def _next(running: RunningRequest) -> asyncio.Future[RequestOutput]:
-    return asyncio.ensure_future(anext(running))
 
 
 @dataclasses.dataclass

@@ -63,6 +63,11 @@ def error_of(response, status):
         ({"logit_bias": {str(i): 1 for i in range(400)}}, "logit_bias", "logit_bias has 400"),
         ({"logit_bias": {"1": "x"}}, "logit_bias", "every value must be a number"),
         ({"allowed_token_ids": [5] * 400}, "allowed_token_ids", "has 400 ids, but at most"),
+        (
+            {"prompt": [[5] * 190] * 1100, "echo": True, "logprobs": 20, "max_tokens": 0},
+            "prompt_logprobs",
+            "prompt_logprobs has 4389000 scores, of all prompts together",
+        ),
         ({"request_id": "x" * 257}, "request_id", "request_id has 257 characters"),
         ({"cache_salt": "x" * 257}, "cache_salt", "cache_salt has 257 characters"),
         ({f"x{i}": 1 for i in range(256)}, None, "body has 260 fields"),
