@@ -36,25 +36,25 @@ def _grammar(name: str, **grammar: Any) -> Hostile:
     return Hostile(name, _bodies({"structured_outputs": grammar}))
 
 
-def _doubling_schema(levels: int) -> dict[str, Any]:
-    """Return a schema whose every level refers twice to the next one."""
-    deeper = lambda level: {"$ref": f"#/$defs/d{level + 1}"}
+def _doubling_schema(depth: int) -> dict[str, Any]:
+    """Return a schema whose objects refer twice to the next one, so many deep."""
+    deeper = lambda index: {"$ref": f"#/$defs/d{index + 1}"}
     definitions = {
-        f"d{level}": {
+        f"d{index}": {
             "type": "object",
-            "properties": {"a": deeper(level), "b": deeper(level)},
+            "properties": {"a": deeper(index), "b": deeper(index)},
             "required": ["a", "b"],
         }
-        for level in range(levels)
+        for index in range(depth)
     }
-    definitions[f"d{levels}"] = {"type": "string"}
+    definitions[f"d{depth}"] = {"type": "string"}
     return {"$defs": definitions, "$ref": "#/$defs/d0"}
 
 
 def _of_grammars() -> Iterator[Hostile]:
     doubling = {"structured_outputs": {"json": _doubling_schema(30)}}
     twice = _bodies(doubling, doubling)
-    yield Hostile("schema of 30 doubling levels, twice", twice, together=False, seconds=5)
+    yield Hostile("schema of 30 doubling references, twice", twice, together=False, seconds=5)
     yield _grammar("then a plain schema", json={"type": "object", "properties": {"a": {}}})
     yield _grammar("regex (.{1,500}){1,500}", regex="(.{1,500}){1,500}")
     yield _grammar("regex ((a{1,50}){1,50}){1,50}", regex="((a{1,50}){1,50}){1,50}")

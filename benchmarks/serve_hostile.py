@@ -38,7 +38,7 @@ _PROMPTS = ("def add(", "import os\n", "class Node:", "for i in range(", "return
 _HEADERS = {"Content-Type": "application/json"}
 _PLAIN_SECONDS = 60  # of a plain request, until it counts as lost
 _RECOVERY_SECONDS = 15  # after an input, for the others to be answered again
-_TOTAL_SECONDS = 400  # for all inputs; those left are skipped
+_TOTAL_SECONDS = 330  # for all inputs; those left are skipped
 _END_SECONDS = 60  # after SIGTERM, until the process is killed
 _COLUMNS = ("input", "answer", "plain s", "health s", "MiB before", "MiB after", "plain texts")
 
@@ -121,7 +121,6 @@ class Others:
     def wait_until_answered(self, seconds: float) -> None:
         """Return once all are answered quickly again, or after some seconds."""
         until = time.perf_counter() + seconds
-        time.sleep(0.5)
         while time.perf_counter() < until:
             if max(each.waiting for each in (*self.plain, self.health)) < 1:
                 return
@@ -152,14 +151,12 @@ def send(url: str, body: bytes, seconds: float, leaves_stream: bool = False) -> 
 
 
 def send_all(url: str, hostile: Hostile, bodies: Sequence[bytes], seconds: float) -> str:
-    """Send the bodies of an input; return the different answers."""
+    """Send the bodies of an input; return the different answers, "-" without bodies."""
     each = min(seconds, hostile.seconds or seconds)
     workers = len(bodies) if hostile.together else 1
     with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as threads:
         arguments = (each, hostile.leaves_stream)
         sent = [threads.submit(send, url, body, *arguments) for body in bodies]
-        if not bodies:
-            time.sleep(5)
     return "; ".join(dict.fromkeys(future.result() for future in sent)) or "-"
 
 
@@ -180,8 +177,18 @@ def resident(pid: int) -> int:
     return total >> 20
 
 
-def measure(url: str, pid: int, rows: Sequence[Hostile], seconds: float) -> list[dict]:
-    """Return the results of all inputs, and those of no input first."""
+def measure(
+    url: str, pid: int, rows: Sequence[Hostile], seconds: float, pause: float = 3
+) -> list[dict]:
+    """Return the results of all inputs, and those of no input first.
+
+    Args:
+      url: of the server.
+      pid: of its process.
+      rows: the inputs.
+      seconds: after these a client leaves.
+      pause: seconds after an input, in which others are watched too.
+    """
     others, results = Others(url), []
     until = time.perf_counter() + _TOTAL_SECONDS
     try:
@@ -192,6 +199,7 @@ def measure(url: str, pid: int, rows: Sequence[Hostile], seconds: float) -> list
             bodies, before = hostile.bodies(), resident(pid)
             others.reset()
             answer = send_all(url, hostile, bodies, seconds)
+            time.sleep(pause)
             others.wait_until_answered(_RECOVERY_SECONDS)
             results.append(
                 {

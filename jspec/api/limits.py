@@ -80,6 +80,12 @@ TEXTS_OF_BODY = Limit(
 )
 LOGIT_BIAS = Limit("logit_bias", "the vocabulary", "entries", "others are errors")
 ALLOWED_TOKENS = Limit("allowed_token_ids", "the vocabulary", "ids", "others are errors")
+ENTRIES = Limit(
+    "prompt",
+    1_000_000,
+    "entries of lists such as logit_bias, times its prompts",
+    "each prompt has the lists",
+)
 SCORES = Limit(
     "prompt_logprobs",
     4_000_000,
@@ -98,6 +104,7 @@ SERVER = (
     TEXTS_OF_BODY,
     LOGIT_BIAS,
     ALLOWED_TOKENS,
+    ENTRIES,
     SCORES,
     MESSAGES,
     INPUT,

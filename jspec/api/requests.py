@@ -1,6 +1,8 @@
 """One request: a prompt and its settings, the sequences that run, and the texts they become."""
 
+import copy
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -91,12 +93,20 @@ def resolve(
         **params.parameters,
     )
     streams = range(params.num_texts)
-    sequences = tuple(dataclasses.replace(sequence, stream=stream) for stream in streams)
+    sequences = tuple(_of_stream(sequence, stream) for stream in streams)
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in streams)
     return GenerationRequest(number, prompt, params, sequences, transcripts)
 
 
-def _spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+def _of_stream(sequence: SequenceParams, stream: int) -> SequenceParams:
+    """Return the sequence of another stream, without a second check of everything else."""
+    other = copy.copy(sequence)
+    object.__setattr__(other, "stream", stream)
+    return other
+
+
+@functools.lru_cache(maxsize=4)  # the prompts of a request share their settings
+def _spellings(words: tuple[str, ...], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of words, at the beginning of a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
     phrases = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]

@@ -29,7 +29,9 @@ async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Respons
     if fields.stream:
         return Events(batch, form.events(batch))
     (output,) = await batch.last()
-    choices = [form.choice(output, whole(text)) for text in output.outputs]
+    choices = await server.in_thread(
+        lambda: [form.choice(output, whole(text)) for text in output.outputs]
+    )
     body = {**form.head, "choices": choices, "usage": form.usage(output, batch)}
     if fields.prompt_logprobs is not None:
         body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)

@@ -34,7 +34,7 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
     asked = 1 if is_prompt_alone else fields.max_tokens
     given = await server.in_thread(lambda: prompts.of_completion(server, fields))
     params = await server.served.in_thread(
-        lambda: [_params(server, fields, prompt, asked) for prompt in given],
+        lambda: _params(server, fields, given, asked),
         compiles=fields.has_grammar,
     )
     id = f"cmpl-{fields.request_id or uuid.uuid4().hex}"
@@ -54,14 +54,18 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
 
 
 def _params(
-    server: Server, fields: CompletionFields, prompt: prompts.Prompt, max_tokens: int | None
-) -> SamplingParams:
+    server: Server, fields: CompletionFields, given: list[prompts.Prompt], max_tokens: int | None
+) -> list[SamplingParams]:
+    """Return the settings for each prompt: the same ones, however long their lists are."""
     echoed = (
         {} if not fields.echo or fields.logprobs is None else {"prompt_logprobs": fields.logprobs}
     )
-    room = server.room(len(prompt["prompt_token_ids"]), max_tokens)
-    options = dict(max_tokens=room, logprobs=fields.logprobs, **echoed)
-    return sampling.params_of(fields, server.settings.defaults, **options)
+    rooms = {server.room(len(prompt["prompt_token_ids"]), max_tokens) for prompt in given}
+    options = dict(max_tokens=min(rooms), logprobs=fields.logprobs, **echoed)
+    params = sampling.params_of(fields, server.settings.defaults, **options)
+    if len(rooms) > 1:  # each text may have all the room there is
+        params = dataclasses.replace(params, max_tokens=None)
+    return [params] * len(given)
 
 
 class _Form:

@@ -9,6 +9,7 @@ from jspec.server.serving import Server
 _OF_LISTS = (limits.MESSAGES, limits.INPUT, limits.DOCUMENTS, limits.TOOLS)
 _OF_TEXTS = (limits.REQUEST_ID, limits.CACHE_SALT)
 _OF_VOCABULARY = (limits.LOGIT_BIAS, limits.ALLOWED_TOKENS)
+_OF_EACH_PROMPT = ("logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "stop")
 
 
 def check(server: Server, given: Any) -> None:
@@ -48,6 +49,9 @@ def _check_prompts(server: Server, given: dict[str, Any]) -> None:
     counts = [given.get(name) for name in ("n", "best_of")]
     num_texts = max((count for count in counts if isinstance(count, int)), default=1)
     limits.TEXTS_OF_BODY.check(len(prompts) * max(num_texts, 1), server.settings.max_texts)
+    lists = [given.get(name) for name in _OF_EACH_PROMPT]
+    num_entries = sum(len(each) for each in lists if isinstance(each, dict | list))
+    limits.ENTRIES.check(len(prompts) * num_entries)
     if given.get("truncate_prompt_tokens") is None:
         longest = max((len(each) for each in prompts if isinstance(each, list)), default=0)
         server.room(longest, None)

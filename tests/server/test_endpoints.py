@@ -68,6 +68,11 @@ def error_of(response, status):
             "prompt_logprobs",
             "prompt_logprobs has 4389000 scores, of all prompts together",
         ),
+        (
+            {"prompt": [[5]] * 2000, "allowed_token_ids": [*range(300)], "bad_words": ["x"] * 1000},
+            "prompt",
+            "prompt has 2600000 entries of lists such as logit_bias, times its prompts",
+        ),
         ({"request_id": "x" * 257}, "request_id", "request_id has 257 characters"),
         ({"cache_salt": "x" * 257}, "cache_salt", "cache_salt has 257 characters"),
         ({f"x{i}": 1 for i in range(256)}, None, "body has 260 fields"),
