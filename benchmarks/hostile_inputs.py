@@ -71,7 +71,6 @@ def inputs(vocab_size: int) -> list[Hostile]:
     short = {"bad_words": [f"w{n}" for n in range(2000)]}
     stream = {"stream": True, "max_tokens": 200, "ignore_eos": True}
     return [
-        *_of_grammars(),
         Hostile("stop string of 1,000,000", _bodies({"stop": ["q" * 1_000_000]})),
         Hostile("ten stop strings of 700 kB", _bodies({"stop": ["q" * 700_000] * 10})),
         Hostile("100,000 stop strings", _bodies({"stop": [f"q{n}" for n in range(100_000)]})),
@@ -86,5 +85,6 @@ def inputs(vocab_size: int) -> list[Hostile]:
         Hostile("priority of a wrong type", _bodies({"priority": "x"}, {"priority": 10**30})),
         Hostile("priority null", _bodies({"priority": None})),
         Hostile("8 clients leave a stream", lambda: _bodies(stream)() * 8, leaves_stream=True),
+        *_of_grammars(),
         Hostile("nothing, at the end", list),
     ]

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import json
 import socket
 import time
@@ -241,6 +242,14 @@ def test_a_size_that_is_too_large_is_refused_before_any_work(http, body, words):
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert words in message and len(message) < 300
+
+
+def test_a_long_body_does_not_set_off_the_garbage_collector(http):
+    body = json.dumps({"prompt": [[]] * 200_000}).encode()
+    before = gc.get_stats()[0]["collections"]
+    assert http.post("/v1/completions", content=body, headers=JSON).status_code == 400
+    assert gc.get_stats()[0]["collections"] - before < 100
+    assert gc.isenabled()
 
 
 def test_long_bodies_do_not_hold_up_short_ones(http):

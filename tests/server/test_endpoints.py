@@ -102,6 +102,18 @@ def test_a_bad_field_is_named(http, changes, param, words):
     assert words in message and named == param
 
 
+def test_prompts_of_different_lengths_have_all_the_room_that_each_leaves(http):
+    changes = {"prompt": [[5, 6], [5] * 180], "max_tokens": None, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=COMPLETION | changes | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    sizes = [len(c["prompt_token_ids"]) + len(c["token_ids"]) for c in answer.json()["choices"]]
+    assert sizes == [192, 192]
+    message, _ = error_of(
+        http.post("/v1/completions", json=COMPLETION | changes | {"min_tokens": 20}), 400
+    )
+    assert "min_tokens must be less than or equal to max_tokens=12" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "words"),
     [
