@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--only", help="inputs whose names hold this text")
     parser.add_argument("--out", type=Path, default=_RESULTS / "serve_hostile.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
     model = options.model or str(installed.EMBEDDED / "demo" / "target")
     with server(model, options.max_model_len) as (url, process):
         rows = hostile_inputs.inputs(vocab_size(url))

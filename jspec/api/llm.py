@@ -140,7 +140,7 @@ class LLM:
             mode=logprobs_mode,
             max_logprobs=self._max_logprobs,
         )
-        self.encode = prompts.Encoder(self.get_tokenizer, self.max_model_len)
+        self.encode_text = prompts.Encoder(self.get_tokenizer, self.max_model_len)
         self._lock = threading.Lock()  # of the number of requests
         self._num_requests = 0
 
@@ -242,7 +242,7 @@ class LLM:
             self.get_tokenizer(),
             chat_template,
             variables,
-            self.encode,
+            self.encode_text,
             content_format=chat_template_content_format,
         )
 
@@ -334,7 +334,7 @@ class LLM:
         Other arguments, and errors, are those of ``generate``. Requests that ``will_run`` take
         numbers.
         """
-        items = prompts.read(inputs, self.encode)
+        items = prompts.read(inputs, self.encode_text)
         settings = requests.params_per_prompt(sampling_params, len(items))
         vocab_size = self._plan.target.vocab_size
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):

@@ -102,7 +102,9 @@ def encode(
     if not encodes(text):
         raise RequestError("the prompt has half of a surrogate pair; send text.", param="prompt")
     with refusals():
-        return server.llm.encode(text, add_special_tokens=add_special_tokens, must_fit=must_fit)
+        return server.llm.encode_text(
+            text, add_special_tokens=add_special_tokens, must_fit=must_fit
+        )
 
 
 def _encoded(server: Server, item: str | list[int], fields: CompletionFields) -> Prompt:

@@ -92,5 +92,5 @@ def test_characters_are_counted_after_the_normalizer(normalizer, text):
 
 
 def test_a_text_that_need_not_fit_may_have_any_length(llm):
-    ids = llm.encode("a " * 2000, must_fit=False)
+    ids = llm.encode_text("a " * 2000, must_fit=False)
     assert ids == llm.get_tokenizer().encode("a " * 2000)
