@@ -1,5 +1,6 @@
 """Sizes of requests are checked before any work, by one table."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,12 @@ def test_characters_are_counted_after_the_normalizer(normalizer, text):
 def test_a_text_that_need_not_fit_may_have_any_length(llm):
     ids = llm.encode_text("a " * 2000, must_fit=False)
     assert ids == llm.get_tokenizer().encode("a " * 2000)
+
+
+def test_lists_are_read_once_for_all_texts_of_a_prompt(llm):
+    words = [f"w{number}" for number in range(1000)]
+    params = jspec.SamplingParams(n=2000, temperature=1, bad_words=words)
+    begin = time.process_time()
+    (request,) = llm.resolve("x", params, will_run=False)
+    assert time.process_time() - begin < 1.5
+    assert [each.stream for each in request.sequences] == list(range(2000))

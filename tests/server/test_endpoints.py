@@ -102,6 +102,17 @@ def test_a_bad_field_is_named(http, changes, param, words):
     assert words in message and named == param
 
 
+def test_an_operator_may_allow_another_number_of_texts(llm):
+    with live.running(llm, max_texts=3) as server, httpx.Client(base_url=server.url) as http:
+        message, _ = error_of(
+            http.post("/v1/completions", json=COMPLETION | {"prompt": ["x"] * 4}), 400
+        )
+        assert "prompt has 4 texts, which are prompts times n, but at most 3 are taken" in message
+        assert http.post("/v1/chat/completions", json=CHAT | {"n": 4}).status_code == 400
+        body = COMPLETION | {"prompt": ["x"] * 3}
+        assert http.post("/v1/completions", json=body, timeout=60).status_code == 200
+
+
 def test_prompts_of_different_lengths_have_all_the_room_that_each_leaves(http):
     changes = {"prompt": [[5, 6], [5] * 180], "max_tokens": None, "ignore_eos": True}
     answer = http.post("/v1/completions", json=COMPLETION | changes | {"return_token_ids": True})
