@@ -7,10 +7,7 @@ from typing import Any
 
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jspec.server import errors
 from jspec.util import values
@@ -47,7 +44,7 @@ def around(app: ASGIApp, cors: Cors | None, middlewares: Sequence[Any]) -> ASGIA
     for each in middlewares:
         app = each(app) if inspect.isclass(each) else BaseHTTPMiddleware(app, dispatch=each)
     if middlewares:  # which may fail; the API answers its own errors
-        app = ServerErrorMiddleware(app, handler=_failed)
+        app = _Answering(app)
     if cors is None:
         return app
     return CORSMiddleware(
@@ -59,5 +56,24 @@ def around(app: ASGIApp, cors: Cors | None, middlewares: Sequence[Any]) -> ASGIA
     )
 
 
-def _failed(_: Request, error: Exception) -> Response:
-    return errors.of(error).response
+class _Answering:
+    """Answers an error of what it wraps. The connection stays, as after the API's own errors."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            answer = errors.of(error).response
+            if has_begun:
+                raise
+            await answer(scope, receive, send)

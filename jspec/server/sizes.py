@@ -4,6 +4,7 @@ from typing import Any
 
 from jspec.api import limits
 from jspec.server.errors import RequestError
+from jspec.server.fields import taken
 from jspec.server.serving import Server
 
 _OF_LISTS = (limits.MESSAGES, limits.INPUT, limits.DOCUMENTS, limits.TOOLS)
@@ -44,9 +45,9 @@ def _check_lengths(
 def _check_prompts(server: Server, given: dict[str, Any]) -> None:
     """Check the number of texts, and the lengths of prompts that are token ids."""
     prompts = given.get("prompt")
-    if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
+    if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int | float)):
         prompts = [prompts]
-    counts = [given.get(name) for name in ("n", "best_of")]
+    counts = [taken(int, given.get(name)) for name in ("n", "best_of")]  # "2" and 2.0 count too
     num_texts = max((count for count in counts if isinstance(count, int)), default=1)
     limits.TEXTS_OF_BODY.check(len(prompts) * max(num_texts, 1), server.settings.max_texts)
     lists = [given.get(name) for name in _OF_EACH_PROMPT]
