@@ -347,29 +347,43 @@ class LLM:
             check_prompt(index, item.token_ids, vocab_size)  # before the tokenizer reads it
             requests.check_logprobs(params, self._logprobs_mode, self._max_logprobs, vocab_size)
         tokenizer = self._tokenizer_of_text() if any(each.has_text for each in settings) else None
-        with self._lock:  # a bad request takes no number, on which the noise of others depends
-            resolved = [
-                requests.resolve(
-                    number,
-                    item,
-                    params,
-                    room=self.max_model_len - len(item.token_ids),
-                    seed=self._seed,
-                    eos=self.eos_token_ids,
-                    tokenizer=tokenizer if params.has_text else None,
-                    vocab_size=vocab_size,
-                )
-                for number, (item, params) in enumerate(
-                    zip(items, settings, strict=True), self._num_requests
-                )
-            ]
-            first = [request.sequences[0] for request in resolved]
-            check_fit(first, self._plan.target)
-            pool = self.runtime.pool
-            for sequence in first if pool is not None else ():
-                pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
-            self._num_requests += len(resolved) * will_run
-        return resolved
+        given = [
+            (item, params, tokenizer if params.has_text else None)
+            for item, params in zip(items, settings, strict=True)
+        ]
+        # Grammars compile without the lock, so that other requests take their numbers meanwhile.
+        sequences = [
+            requests.settings_of(
+                item,
+                params,
+                room=self.max_model_len - len(item.token_ids),
+                eos=self.eos_token_ids,
+                tokenizer=speller,
+                vocab_size=vocab_size,
+            )
+            for item, params, speller in given
+        ]
+        check_fit(sequences, self._plan.target)
+        pool = self.runtime.pool
+        for sequence in sequences if pool is not None else ():
+            pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
+        with self._lock:  # a bad request took no number, on which the noise of others depends
+            first = self._num_requests
+            self._num_requests += len(items) * will_run
+        return [
+            requests.numbered(
+                number,
+                item,
+                params,
+                sequence,
+                seed=self._seed,
+                eos=self.eos_token_ids,
+                tokenizer=speller,
+            )
+            for number, (sequence, (item, params, speller)) in enumerate(
+                zip(sequences, given, strict=True), first
+            )
+        ]
 
     def _tokenizer_of_text(self) -> Any:
         try:

@@ -57,32 +57,29 @@ class GenerationRequest:
         )
 
 
-def resolve(
-    number: int,
+def settings_of(
     prompt: Prompt,
     params: SamplingParams,
     *,
     room: int,
-    seed: int,
     eos: frozenset[int],
     tokenizer: Any,
     vocab_size: int,
-) -> GenerationRequest:
-    """Resolve the settings of one prompt into its sequences.
+) -> SequenceParams:
+    """Resolve the settings of one prompt into a sequence, all but its seed. Grammars compile here.
 
     ``room`` is the number of tokens that still fit the model, ``eos`` the model's end-of-text ids.
-    ``seed`` and ``number`` seed requests without a seed. ``tokenizer`` is None without text.
+    ``tokenizer`` is None without text.
     """
-    ends = frozenset() if params.ignore_eos else eos
+    ends = _ends(params, eos)
     grammar = {}
     if params.structured_outputs:
         stops = frozenset({*eos, *params.stop_token_ids})
         grammar = outputs.resolved(params.structured_outputs, tokenizer, stops, vocab_size)
-    sequence = SequenceParams(
+    return SequenceParams(
         prompt=prompt.token_ids,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})),
-        seed=_derived_seed(seed, number) if params.seed is None else int(params.seed),
         min_tokens=min(params.min_tokens, room),
         late_token_ids=tuple(sorted(eos - ends)) if params.min_tokens else (),
         logit_bias=params.logit_bias,
@@ -92,10 +89,33 @@ def resolve(
         **grammar,
         **params.parameters,
     )
+
+
+def numbered(
+    number: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    settings: SequenceParams,
+    *,
+    seed: int,
+    eos: frozenset[int],
+    tokenizer: Any,
+) -> GenerationRequest:
+    """Return the request with a number. It and ``seed`` seed requests without a seed.
+
+    ``settings`` are of ``settings_of``; other arguments are as there.
+    """
+    own = _derived_seed(seed, number) if params.seed is None else int(params.seed)
     streams = range(params.num_texts)
-    sequences = tuple(_of_stream(sequence, stream) for stream in streams)
+    first = dataclasses.replace(settings, seed=own)
+    sequences = tuple(_of_stream(first, stream) for stream in streams)
+    ends = _ends(params, eos)
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in streams)
     return GenerationRequest(number, prompt, params, sequences, transcripts)
+
+
+def _ends(params: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    return frozenset() if params.ignore_eos else eos
 
 
 def _of_stream(sequence: SequenceParams, stream: int) -> SequenceParams:

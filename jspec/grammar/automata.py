@@ -4,28 +4,25 @@
 middle of a grammar symbol, and a character may span several tokens.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jspec.core import token_fsm
 from jspec.core.token_fsm import FREE, Automaton
-from jspec.grammar import schemas
+from jspec.grammar import limits, sources, workers
+from jspec.grammar.tables import Most, Vocabulary
 from jspec.util.buckets import bucket
 from jspec.util.messages import shown
+from jspec.util.results import Results
 
 KINDS = ("json", "regex", "choice", "json_object", "grammar", "structural_tag")
 AUTOMATIC = frozenset(KINDS[:4])  # of which automata are made
-# Ends every text, so that no text matches before its end. Otherwise outlines-core's index drops
-# paths between a match and a longer match. It begins every text too: the library also builds the
-# automaton of a search, in which a match may begin at every quote inside a string.
-_END = b"\x00"
 _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -44,6 +41,25 @@ class Grammar:
     start: int
     listed: tuple[np.ndarray, ...]  # ids that each state allows, or forbids if they are fewer
     forbids: np.ndarray  # bool [S], whether ``listed`` holds forbidden ids
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> "Grammar":
+        """Return the grammar of the arrays of ``tables.compiled``."""
+        listed = np.split(arrays["listed"], np.cumsum(arrays["lengths"])[:-1])
+        return cls(
+            first=arrays["first"],
+            tokens=arrays["tokens"],
+            following=arrays["following"],
+            start=int(arrays["start"][0]),
+            listed=tuple(listed),
+            forbids=arrays["forbids"],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, with those of the objects of the lists."""
+        arrays = self.first.nbytes + self.tokens.nbytes + self.following.nbytes
+        return arrays + sum(part.nbytes + 128 for part in self.listed)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -79,6 +95,7 @@ def setting_of(outputs: Mapping[str, Any] | Any) -> dict[str, Any]:
             "is not empty (regex, grammar), a list of such texts (choice), True (json_object), or "
             "JSON (structural_tag)."
         )
+    limits.check(kind, value)
     return kinds
 
 
@@ -127,127 +144,6 @@ def _literally(text: str) -> str:
     return "".join(f"\\{char}" if char in _SYMBOLS else char for char in text)
 
 
-def _of_schema(schema: str | Mapping) -> str:
-    try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-        schemas.check(parsed)
-        pattern = _pattern_of_schema(_encodable(json.dumps(schemas.spelled(parsed))))
-        if pattern in ("", "()"):
-            raise ValueError("it allows nothing")
-        return pattern
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
-
-
-# A schema of a hundred levels expands to a pattern beyond memory, and outlines-core then aborts the
-# process. So a child process expands it.
-_SCHEMA_READER = """
-import sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)
-except ImportError:
-    pass
-from outlines_core import json_schema
-try:
-    reply = "+" + json_schema.build_regex_from_schema(sys.stdin.buffer.read().decode())
-except (ValueError, TypeError, OverflowError) as error:
-    reply = "-" + str(error)[:300]
-sys.stdout.buffer.write(reply.encode())
-"""
-
-
-@functools.lru_cache(maxsize=64)
-def _pattern_of_schema(text: str) -> str:
-    reply = _run(_SCHEMA_READER, text.encode()).decode()
-    if not reply.startswith("+"):
-        raise ValueError(reply[1:] or "it needs more than memory or time allow; nest it less")
-    return reply[1:]
-
-
-def _run(script: str, stdin: bytes) -> bytes:
-    """Return the output of a script in a separate process; empty if it times out or dies."""
-    options = dict(input=stdin, capture_output=True, timeout=_SECONDS, check=False)
-    try:
-        return subprocess.run([sys.executable, "-c", script], **options).stdout
-    except subprocess.TimeoutExpired:
-        return b""
-
-
-# Some short patterns have huge automata. So a child process builds them within bounds, over single
-# bytes. It prints a line of JSON, then uint32 arrays: the number of transitions of each state,
-# their bytes, and their next states.
-_COMPILER = """
-import json, sys
-from array import array
-task = json.loads(sys.stdin.buffer.read())
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (task["memory"],) * 2)
-except ImportError:
-    pass
-from outlines_core import Index, Vocabulary
-
-try:
-    index = Index(task["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-except ValueError as error:
-    sys.exit(print(json.dumps({"error": " ".join(str(error).split())[:300]})))
-rows = index.get_transitions()
-if len(rows) > task["most_states"]:
-    sys.exit(print(json.dumps({"states": len(rows)})))
-print(json.dumps({"start": index.get_initial_state(), "states": list(rows),
-                  "final": list(index.get_final_states())}), flush=True)
-for part in (map(len, rows.values()), (x for row in rows.values() for x in row),
-             (x for row in rows.values() for x in row.values())):
-    array("I", part).tofile(sys.stdout.buffer)
-"""
-_SECONDS, _MEMORY = 60, 6 << 30
-_MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
-_CHUNK = 1 << 22  # pairs of a state and a token that are walked together
-_DEAD = -1
-
-
-def _over_bytes(pattern: str) -> tuple[np.ndarray, int]:
-    """Return the automaton of a pattern over bytes, int32 [S, 256] next states, and its start.
-
-    ``_DEAD`` is no next state. The byte ``_END`` leads from complete texts to ``S``.
-    """
-    ended = f"{_END.decode()}(?:{pattern}){_END.decode()}"
-    task = {"pattern": ended, "memory": _MEMORY, "most_states": _MOST_STATES}
-    line, _, arrays = _run(_COMPILER, json.dumps(task).encode()).partition(b"\n")
-    header = json.loads(line) if line else {}
-    if "error" in header:
-        raise ValueError(f"structured_outputs cannot be compiled: {header['error']}")
-    if "start" not in header:
-        raise _too_large(
-            f"{header['states']} states" if header else "more than memory or time allow"
-        )
-    states = np.array(header["states"], np.int64)
-    numbers = np.frombuffer(arrays, np.uint32)
-    counts, (read, following) = numbers[: len(states)], numbers[len(states) :].reshape(2, -1)
-    final = np.array(header["final"], np.int64)
-    known = np.sort(states[~np.isin(states, final)])
-    number = lambda ids: np.where(np.isin(ids, final), len(known), np.searchsorted(known, ids))
-    owner = np.repeat(states, counts)
-    inner = ~np.isin(owner, final) & (read < 256)
-    table = np.full((len(known), 256), _DEAD, np.int32)
-    table[number(owner[inner]), read[inner]] = number(following[inner])
-    start = int(table[number(np.array([header["start"]]))[0], _END[0]])
-    # Elsewhere than at the ends, the pattern's "." and "[^a]" match NUL too.
-    table[:, _END[0]] = np.where(table[:, _END[0]] == len(known), len(known), _DEAD)
-    return table, start
-
-
-def _too_large(counted: str) -> ValueError:
-    return ValueError(
-        f"structured_outputs cannot be compiled: its automaton has {counted}, and may have at most "
-        f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound repetitions, or "
-        "simplify the pattern."
-    )
-
-
-@functools.lru_cache(maxsize=64)
 def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Grammar:
     """Return the automaton of the texts without NUL that match ``pattern`` and then end.
 
@@ -263,131 +159,60 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
             "structured_outputs needs a token that ends the text, and the model names none; give "
             "stop_token_ids."
         )
-    spelled = token_bytes(tokenizer, vocab_size, ends)
-    words = _Words.of({text: ids for text, ids in spelled.items() if _END not in text})
-    table, start = _over_bytes(pattern)
-    closes = table[:, _END[0]] == len(table)
-    owner, tokens, following = _transitions(table, start, words)
-    live = _leading_to(closes, owner, following)
-    if not live[start]:
-        raise ValueError(
-            "structured_outputs cannot be compiled: no tokens of the vocabulary spell a text that "
-            "matches."
-        )
-    both = live[owner] & live[following]
-    edges = owner[both], tokens[both], following[both]
-    return _numbered(*edges, live, closes & live, start, np.array(sorted(ends)), vocab_size)
+    vocabulary = vocabulary_of(tokenizer, ends, vocab_size)
+
+    most = Most(limits.MOST_STATES, limits.MOST_TRANSITIONS)
+
+    def make(is_read: Callable[[], bool]) -> Grammar:
+        task = dict(pattern=pattern, most=dataclasses.astuple(most))
+        try:
+            _, arrays = workers.run("compiled", is_read, vocabulary=vocabulary, **task)
+        except MemoryError:
+            raise most.exceeded("more than memory or time allow") from None
+        return Grammar.of(arrays)
+
+    with _in_time():
+        key = pattern, tokenizer, ends, vocab_size, most
+        return _COMPILED.get(key, make, lambda grammar: grammar.nbytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
-    """Byte strings of the vocabulary, W of them: padded uint8 [W, L], lengths, and their ids."""
-
-    padded: np.ndarray
-    lengths: np.ndarray
-    ids: list[list[int]]
-
-    @classmethod
-    def of(cls, spelled: Mapping[bytes, list[int]]) -> "_Words":
-        texts = sorted(spelled)
-        lengths = np.array([len(text) for text in texts], np.int64)
-        padded = np.zeros((len(texts), lengths.max(initial=1)), np.uint8)
-        for row, text in zip(padded, texts, strict=True):
-            row[: len(text)] = np.frombuffer(text, np.uint8)
-        return cls(padded, lengths, [spelled[text] for text in texts])
+_MOST_BYTES = 512 << 20  # of the automata that are cached; one of the largest takes 200 MB
+_COMPILED, _PATTERNS = Results(_MOST_BYTES), Results(32 << 20)
 
 
-def _transitions(
-    table: np.ndarray, start: int, words: _Words
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (state, token, next state) of every token in every state that tokens reach."""
-    reached, frontier = np.zeros(len(table) + 1, bool), np.array([start])
-    reached[start] = True
-    parts, total = [], 0
-    while len(frontier):
-        chunk, rest = np.split(frontier, [max(_CHUNK // len(words.lengths), 1)])
-        owner, word, following = _walk(table, chunk, words)
-        parts.append((owner, word, following))
-        total += len(owner)
-        if total > _MOST_TRANSITIONS:
-            raise _too_large(f"more than {_MOST_TRANSITIONS} transitions")
-        new = np.unique(following)
-        new = new[~reached[new]]
-        reached[new] = True
-        frontier = np.append(rest, new)
-    owner, word, following = (np.concatenate(part) for part in zip(*parts, strict=True))
-    counts = np.array([len(ids) for ids in words.ids])[word]
-    tokens = np.array([id for ids in words.ids for id in ids])
-    offsets = np.cumsum([0, *map(len, words.ids)])[word]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    spread = lambda values: np.repeat(values, counts)
-    return spread(owner), tokens[spread(offsets) + within], spread(following)
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise ValueError(f"structured_outputs cannot be compiled now: {error}.") from None
 
 
-def _walk(
-    table: np.ndarray, states: np.ndarray, words: _Words
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (state, word, next state) of the words that each of ``states`` can read whole."""
-    owner = np.repeat(states, len(words.lengths))
-    word = np.tile(np.arange(len(words.lengths)), len(states))
-    now, results = owner, []
-    for position in range(words.padded.shape[1]):
-        now = table[now, words.padded[word, position]]
-        alive = now != _DEAD
-        owner, word, now = owner[alive], word[alive], now[alive]
-        ends = words.lengths[word] == position + 1
-        results.append((owner[ends], word[ends], now[ends]))
-        owner, word, now = owner[~ends], word[~ends], now[~ends]
-        if not len(owner):
-            break
-    return tuple(np.concatenate(part) for part in zip(*results, strict=True))
+def _of_schema(schema: str | Mapping) -> str:
+    """Return the pattern of a JSON schema; a child process expands it."""
+    refused = "the JSON schema cannot be followed"
+    try:
+        text = _encodable(sources.text_of(schema))
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{refused}: {reason}") from None
+
+    def make(is_read: Callable[[], bool]) -> str:
+        try:
+            return workers.run("pattern", is_read, schema=text)[0]
+        except MemoryError:
+            raise ValueError(
+                f"{refused}: it needs more than memory or time allow; nest it less"
+            ) from None
+
+    with _in_time():
+        return _PATTERNS.get(text, make, lambda pattern: len(text) + len(pattern))
 
 
-def _leading_to(closes: np.ndarray, owner: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """Return the states from which tokens lead to one that closes: bool [S]."""
-    edges = np.divmod(np.unique(owner.astype(np.int64) * len(closes) + following), len(closes))
-    live = closes.copy()
-    while True:
-        more = live.copy()
-        more[edges[0][live[edges[1]]]] = True
-        if (more == live).all():
-            return live
-        live = more
-
-
-def _numbered(
-    owner: np.ndarray,
-    tokens: np.ndarray,
-    following: np.ndarray,
-    live: np.ndarray,
-    closes: np.ndarray,
-    start: int,
-    ends: np.ndarray,
-    vocab_size: int,
-) -> Grammar:
-    """Return the grammar of transitions between live states, which are numbered from 0.
-
-    The last state is that after the end, for requests that ignore end tokens.
-    """
-    number = np.cumsum(live) - 1
-    end_state = int(live.sum())
-    closing = np.append(number[closes], end_state)
-    to_end = np.full(len(ends) * len(closing), end_state)
-    parts = (
-        np.append(number[owner], np.repeat(closing, len(ends))),
-        np.append(tokens, np.tile(ends, len(closing))),
-        np.append(number[following], to_end),
-    )
-    order = np.lexsort(parts[1::-1])
-    owner, tokens, following = (part[order].astype(np.int32) for part in parts)
-    first = np.searchsorted(owner, np.arange(end_state + 2)).astype(np.int32)
-    forbids = 2 * np.diff(first) > vocab_size
-    vocabulary = np.arange(vocab_size, dtype=np.int32)
-    listed = tuple(
-        np.delete(vocabulary, allowed) if most else allowed
-        for allowed, most in zip(np.split(tokens, first[1:-1]), forbids, strict=True)
-    )
-    return Grammar(first, tokens, following, int(number[start]), listed, forbids)
+@functools.lru_cache(maxsize=4)
+def vocabulary_of(tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, for a child process."""
+    return Vocabulary.of(token_bytes(tokenizer, vocab_size, ends), ends, vocab_size)
 
 
 def token_bytes(

@@ -5,23 +5,23 @@ drafted node allows, between the draft and its verification, and the round has i
 Where a grammar leaves a single continuation, llguidance allows its usual tokens alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from jspec.grammar import automata, limits, sources, workers
 from jspec.grammar.automata import token_bytes
 from jspec.util.messages import shown
+from jspec.util.results import Results
 
-_MALFORMED = ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError
 _WORD = 32  # tokens of a word of a mask
-# JSON as the automata have it: a space at most between its symbols, and oneOf as anyOf.
-_AS_OURS = {"whitespace_pattern": "[ ]?", "coerce_one_of": True}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,50 +45,31 @@ def source_of(outputs: Mapping[str, Any]) -> str:
       ValueError: llguidance does not take it.
     """
     ((kind, value),) = outputs.items()
-    matcher = llguidance.LLMatcher
     try:
-        if kind == "json":
-            source = matcher.grammar_from_json_schema(_text_of(value), overrides=_AS_OURS)
-        elif kind == "json_object":
-            source = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_AS_OURS)
-        elif kind == "regex":
-            source = matcher.grammar_from_regex(value)
-        elif kind == "choice":
-            source = matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
-        elif kind == "grammar":
-            source = llguidance.grammar_from("grammar", value)
-        else:
-            source = _of_tags(json.loads(_text_of(value)))
-    except _MALFORMED as error:
-        raise ValueError(_refused(outputs, error)) from None
-    error = matcher.validate_grammar(source, None)
-    if error:
-        raise ValueError(_refused(outputs, error))
-    return source
+        text = json.dumps([kind, value])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(sources.refused(kind, value, error)) from None
+
+    def make(is_read: Callable[[], bool]) -> str:
+        arguments = dict(kind=kind, value=value, seconds=limits.FOLLOWED_SECONDS)
+        return workers.run("source", is_read, **arguments)[0]
+
+    with _in_time(kind, value):
+        return _SOURCES.get(text, make, lambda source: len(text) + len(source))
 
 
-def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+_SOURCES, _STOP_REASONS = Results(32 << 20), Results(32 << 20)
 
 
-def _of_tags(given: Mapping[str, Any]) -> str:
-    """Return the grammar of a ``structural_tag`` as vLLM has it: texts with marked structures."""
-    tags = []
-    for structure in given["structures"]:
-        begin = structure["begin"]
-        trigger = next(filter(begin.startswith, given["triggers"]), None)
-        if trigger is None:
-            raise ValueError(f"begin={shown(begin)} starts with none of the triggers")
-        options = dict(trigger=trigger, begin=begin, end=structure["end"])
-        tags.append(llguidance.StructTag(grammar=structure["schema"], **options))
-    if not tags:
-        raise ValueError("it holds no structure")
-    return llguidance.StructTag.to_grammar(tags, assume_special=False)
-
-
-def _refused(outputs: Mapping[str, Any], error: Any) -> str:
-    reason = " ".join(str(error).split())[:300]
-    return f"structured_outputs={shown(outputs)} cannot be followed: {reason}"
+@contextlib.contextmanager
+def _in_time(kind: str, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        reason = "it needs more than memory or time allow"
+        raise ValueError(sources.refused(kind, value, reason)) from None
+    except TimeoutError as error:
+        raise ValueError(sources.refused(kind, value, error)) from None
 
 
 class _Spelled:
@@ -137,10 +118,22 @@ def followed(
             f"structured_outputs={shown(outputs)} needs a token that ends the text: the model has "
             "none, so give stop_token_ids."
         )
-    begun = llguidance.LLMatcher(_tokenizer(tokenizer, ends, vocab_size), source)
+    ((kind, value),) = outputs.items()
+    vocabulary = automata.vocabulary_of(tokenizer, ends, vocab_size)
+
+    def make(is_read: Callable[[], bool]) -> str | None:
+        arguments = dict(vocabulary=vocabulary, seconds=limits.FOLLOWED_SECONDS)
+        return workers.run("followed", is_read, source=source, **arguments)[0]
+
+    # Some grammars take hours or all memory. So a child process tries each first.
+    with _in_time(kind, value):
+        key = source, tokenizer, ends, vocab_size
+        reason = _STOP_REASONS.get(key, make, lambda _: len(source))
+    if reason is not None:
+        raise ValueError(sources.refused(kind, value, f"it allows nothing ({reason})"))
+    known = _tokenizer(tokenizer, ends, vocab_size)
+    begun = llguidance.LLMatcher(known, source, limits=sources.parser_limits())
     begun.compute_bitmask()  # the first one is slow, and nobody waits for it here
-    if begun.is_error() or begun.is_stopped():
-        raise ValueError(_refused(outputs, f"it allows nothing ({begun.stop_reason()})"))
     return FollowedGrammar(begun, ends, vocab_size)
 
 

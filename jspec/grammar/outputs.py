@@ -3,7 +3,6 @@
 An automaton costs nothing in a round, so it comes first. Where none fits, the host follows.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jspec.grammar import automata, followed
 
 
 def check(outputs: Any) -> None:
-    """Raise ValueError if no way takes a setting; the error is that of the automaton."""
+    """Raise ValueError if no way takes a setting; see ``_first`` for which."""
     given = automata.setting_of(outputs)
     _first(given, lambda: automata.pattern_of(given), lambda: followed.source_of(given))
 
@@ -40,12 +39,17 @@ def resolved(
 
 
 def _first(given: dict[str, Any], on_device: Callable[[], Any], on_host: Callable[[], Any]) -> Any:
-    """Return the result of the first way that takes a setting; its error is the first one."""
-    if not automata.AUTOMATIC.isdisjoint(given):
+    """Return the result of the first way that takes a setting.
+
+    The error of a schema is that of the last way, which takes most; a pattern that is malformed
+    has the error of its compiler.
+    """
+    if automata.AUTOMATIC.isdisjoint(given):
+        return on_host()
+    try:
+        return on_device()
+    except ValueError as error:
         try:
-            return on_device()
-        except ValueError as error:
-            with contextlib.suppress(ValueError):
-                return on_host()
-            raise error from None
-    return on_host()
+            return on_host()
+        except ValueError as last:
+            raise (last if "json" in given else error) from None

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jspec.grammar import patterns
+from jspec.grammar import limits, patterns
+from jspec.grammar.formats import FORMATS
 
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"}
 _ANNOTATIONS |= {"deprecated", "description", "discriminator", "examples", "readOnly", "title"}
@@ -32,6 +33,11 @@ _OF_TYPE = {
 }
 _KINDS = {"string": str, "array": list, "object": dict, "integer": int, "number": int | float}
 _KINDS |= {"boolean": bool, "null": type(None)}
+_DEFINITIONS = ("$defs", "definitions")  # whose schemas are reached by references alone
+# The keywords whose values are maps of schemas, lists of schemas, and schemas.
+_MAPS = ("properties", "patternProperties", *_DEFINITIONS)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
 _MOST_LEVELS = 200
 
 
@@ -43,7 +49,7 @@ def check(schema: str | Mapping) -> None:
     schema = json.loads(schema) if isinstance(schema, str) else schema
     _check(schema, "the schema", 0)
     if isinstance(schema, Mapping):
-        _check_references(schema, schema, ())
+        _check_references(schema)
 
 
 def spelled(schema: Any) -> Any:
@@ -58,6 +64,9 @@ def spelled(schema: Any) -> Any:
     for name, value in schema.items():
         if name == "pattern":
             result[name] = f"^(?:{patterns.spelled(value)})$"
+        elif name == "format":
+            del result[name]
+            result["pattern"] = f"^(?:{patterns.spelled(f'^(?:{FORMATS[value]})$')})$"
         elif name == "properties":
             result[name] = {spell(key): spelled(part) for key, part in value.items()}
         elif name == "required":
@@ -71,22 +80,42 @@ def spelled(schema: Any) -> Any:
     return result
 
 
-def _check_references(schema: Mapping, root: Mapping, open_references: tuple[str, ...]) -> None:
-    """Raise ValueError if a schema contains itself: its texts have no greatest depth."""
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        if reference in open_references:
+def _check_references(schema: Mapping) -> None:
+    """Raise ValueError if a schema contains itself: its texts have no greatest depth.
+
+    Each target of a reference is visited once.
+    """
+    path = [("", iter(_references(schema)))]
+    on_path, visited = {""}, set()
+    while path:
+        name, left = path[-1]
+        reference = next(left, None)
+        if reference is None:
+            visited.add(name)
+            on_path.discard(name)
+            path.pop()
+        elif reference in on_path:
             raise ValueError(
                 f"it contains itself by $ref {reference!r}, so its texts have no greatest depth; "
                 "write out as many levels as they may have"
             )
-        inner = _at(root, reference)
-        if isinstance(inner, Mapping):
-            _check_references(inner, root, (*open_references, reference))
-    definitions = {"$defs": None, "definitions": None}  # reached by references alone
-    for _, part in _parts({**schema, **definitions}):
-        if isinstance(part, Mapping):
-            _check_references(part, root, open_references)
+        elif reference not in visited:
+            inner = _at(schema, reference)
+            found = _references(inner) if isinstance(inner, Mapping) else []
+            path.append((reference, iter(found)))
+            on_path.add(reference)
+
+
+def _references(schema: Mapping) -> list[str]:
+    """Return the references in a schema, without those of its definitions."""
+    found, left = {}, [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node.get("$ref"), str):
+            found[node["$ref"]] = None
+        inner = {name: part for name, part in node.items() if name not in _DEFINITIONS}
+        left += [part for _, part in parts(inner) if isinstance(part, Mapping)]
+    return list(found)
 
 
 def _at(root: Mapping, reference: str) -> Any:
@@ -111,7 +140,7 @@ def _check(schema: Any, where: str, depth: int) -> None:
             beside = f" beside {form!r}" if form else ""
             raise ValueError(f"{where} has {name!r}{beside}, which is not followed; leave it out")
     _check_values(schema, form, where)
-    for name, part in _parts(schema):
+    for name, part in parts(schema):
         _check(part, f"{name} of {where}", depth + 1)
 
 
@@ -122,6 +151,16 @@ def _check_values(schema: Mapping, form: str | None, where: str) -> None:
     if form is None and len(alone) + bool(lengths) > 1:
         both = " and ".join(map(repr, [*alone, *sorted(lengths)]))
         raise ValueError(f"{where} has {both}, of which only one is followed; leave one out")
+    if form is None and "format" in schema and schema["format"] not in FORMATS:
+        raise ValueError(
+            f"{where} has 'format' {schema['format']!r}, which is not followed; leave it out"
+        )
+    for name in ("maxLength", "maxItems", "maxProperties"):
+        if isinstance(schema.get(name), int | float) and schema[name] > limits.MOST_STATES:
+            raise ValueError(
+                f"{where} has {name!r} {schema[name]}, more than the {limits.MOST_STATES} states "
+                "of an automaton; leave it out"
+            )
     if form == "properties":
         _check_type(where, schema, "object")
         missing = set(schema.get("required", ())) - set(schema["properties"])
@@ -156,14 +195,35 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, _KINDS.get(kind, object))
 
 
-def _parts(schema: Mapping) -> list[tuple[str, Any]]:
+def parts(schema: Mapping) -> list[tuple[str, Any]]:
     """Return the subschemas of a schema with their names."""
-    parts: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any]] = []
     for name, inner in schema.items():
-        if name in ("properties", "$defs", "definitions") and isinstance(inner, Mapping):
-            parts += [(repr(key), part) for key, part in inner.items()]
-        elif name in ("items", "additionalProperties") and isinstance(inner, Mapping):
-            parts.append((repr(name), inner))
-        elif name in ("allOf", "anyOf", "oneOf", "prefixItems") and isinstance(inner, list | tuple):
-            parts += [(f"{name}[{index}]", part) for index, part in enumerate(inner)]
-    return parts
+        if name in _MAPS and isinstance(inner, Mapping):
+            found += [(repr(key), part) for key, part in inner.items()]
+        elif name in _SCHEMAS and isinstance(inner, Mapping):
+            found.append((repr(name), inner))
+        elif name in _LISTS and isinstance(inner, list | tuple):
+            found += [(f"{name}[{index}]", part) for index, part in enumerate(inner)]
+    return found
+
+
+def with_format_patterns(schema: Any) -> Any:
+    """Return a schema whose formats are patterns, for a library that has others of its own."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for name, inner in schema.items():
+        if name in _MAPS and isinstance(inner, Mapping):
+            result[name] = {key: with_format_patterns(part) for key, part in inner.items()}
+        elif name in _SCHEMAS:
+            result[name] = with_format_patterns(inner)
+        elif name in _LISTS and isinstance(inner, list | tuple):
+            result[name] = [with_format_patterns(part) for part in inner]
+    if isinstance(schema.get("format"), str) and schema["format"] in FORMATS:
+        form = {"pattern": f"^(?:{FORMATS[result.pop('format')]})$"}
+        if "pattern" in result:
+            result["allOf"] = [*result.get("allOf", ()), form]
+        else:
+            result |= form
+    return result

@@ -16,7 +16,7 @@ from jspec.engine import batch as host
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
-from jspec.grammar import automata
+from jspec.grammar import automata, limits
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
 from tests.fakes import OnePassDrafter, run_rows, script, whole
@@ -310,11 +310,11 @@ def test_schemas_in_the_style_of_pydantic_are_supported():
 
 
 def test_exploding_patterns_raise_in_bounded_time(monkeypatch):
-    monkeypatch.setattr(automata, "_SECONDS", 1)
+    monkeypatch.setattr(limits, "SECONDS", 1)
     with pytest.raises(ValueError, match="more than memory or time allow, and may have at most"):
         compiled("[ab]*a[ab]{40}")
-    monkeypatch.setattr(automata, "_SECONDS", 60)
-    monkeypatch.setattr(automata, "_MOST_STATES", 1000)
+    monkeypatch.setattr(limits, "SECONDS", 60)
+    monkeypatch.setattr(limits, "MOST_STATES", 1000)
     with pytest.raises(ValueError, match="2050 states, and may have at most 1000 states"):
         compiled("[ab]*a[ab]{10}")
 
