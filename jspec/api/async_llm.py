@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
@@ -21,9 +21,12 @@ from jspec.engine.launches import Launch
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
 from jspec.util.messages import shown
+from jspec.util.threads import DaemonThreads
 
 _MOST_ROUNDS = 32  # of a launch
-_COMPILERS = 2  # grammars and programs that are compiled at a time
+_COMPILERS = 2  # programs that are compiled at a time
+_GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
+_CLOSED = "AsyncLLM is closed; make another one."
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 
@@ -104,6 +107,15 @@ class RunningRequest:
             self._loop.call_soon_threadsafe(self._has_news.set)
 
 
+async def _result(threads: DaemonThreads, call: Callable[[], Any]) -> Any:
+    """Return the result of a call in one of ``threads``, which ends with this task."""
+    left = threading.Event()
+    try:
+        return await asyncio.wrap_future(threads.submit(call, left))
+    finally:
+        left.set()
+
+
 class AsyncLLM:
     """Runs the requests of an ``LLM`` in one batch, in a thread of its own.
 
@@ -143,7 +155,8 @@ class AsyncLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
         self._error: BaseException | None = None  # that ended the thread
-        self._compilers = ThreadPoolExecutor(_COMPILERS, "jspec-compiler")
+        self._compilers = DaemonThreads(_COMPILERS, "jspec-compiler", _CLOSED)
+        self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", _CLOSED)
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
 
@@ -285,7 +298,7 @@ class AsyncLLM:
         resolve = functools.partial(self.llm.resolve, prompts, params)
         batch = await self.in_thread(resolve, compiles=has_grammar)
         if self._needs_programs(batch):
-            await self.in_thread(lambda: self._compile(batch), compiles=True)
+            await _result(self._compilers, lambda: self._compile(batch))
         return batch
 
     def _needs_programs(self, batch: Sequence[GenerationRequest]) -> bool:
@@ -308,10 +321,12 @@ class AsyncLLM:
     async def in_thread(self, call: Callable[[], Any], *, compiles: bool = False) -> Any:
         """Return the result of a call that takes long, in a thread.
 
-        Grammars and programs take longest to compile, and have threads of their own.
+        Calls that compile grammars have threads of their own. If this task is cancelled, their
+        work ends, unless others wait for the same grammar.
         """
-        threads = self._compilers if compiles else None
-        return await asyncio.get_running_loop().run_in_executor(threads, call)
+        if compiles:
+            return await _result(self._grammars, call)
+        return await asyncio.get_running_loop().run_in_executor(None, call)
 
     def _close(self, running: RunningRequest) -> None:
         self._inbox.put(lambda: self._end(running))
@@ -354,7 +369,8 @@ class AsyncLLM:
         """End all requests and the thread, and wait for it: for a launch at most."""
         self._inbox.put(None)
         self._thread.join()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+        self._compilers.close()
 
     # -------------------------------------------------------------------------------- the thread
 
@@ -364,7 +380,7 @@ class AsyncLLM:
                 self._step()
                 for running in list(self._running.values()):
                     self._report(running)
-            self._error = RuntimeError("AsyncLLM is closed; make another one.")
+            self._error = RuntimeError(_CLOSED)
         except BaseException as error:
             self._error = error
         self._fail_all()

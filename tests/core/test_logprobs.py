@@ -176,16 +176,10 @@ def check_fewer(fewer, more, count):
     ],
 )
 def test_counts_are_powers_of_two_up_to_the_limit(asked, most, counted):
-    request = requests.resolve(
-        0,
-        Prompt((1, 2)),
-        SamplingParams(prompt_logprobs=asked, detokenize=False),
-        room=9,
-        seed=0,
-        eos=frozenset(),
-        tokenizer=None,
-        vocab_size=320,
-    )
+    prompt, params = Prompt((1, 2)), SamplingParams(prompt_logprobs=asked, detokenize=False)
+    known = dict(eos=frozenset(), tokenizer=None)
+    settings = requests.settings_of(prompt, params, room=9, vocab_size=320, **known)
+    request = requests.numbered(0, prompt, params, settings, seed=0, **known)
     assert requests.scoring_of([request], 320, most, "raw_logits") == Scoring(
         counted, True, "raw_logits"
     )
