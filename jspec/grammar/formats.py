@@ -51,7 +51,7 @@ _IPV6 = "|".join(
 )
 
 # RFC 3986, with something after the scheme.
-_SAFE = "A-Za-z0-9._~!$&'()*+,;=-"
+_SAFE = "-A-Za-z0-9._~!$&'()*+,;="
 _ESCAPED = "%[0-9A-Fa-f]{2}"
 _PORT = "(?:6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[0-9]{1,4})"
 _SEGMENT = f"(?:[{_SAFE}:@]|{_ESCAPED})"

@@ -27,6 +27,7 @@ WAIT_SECONDS = 60  # of time, on a busy machine
 MEMORY = 3 << 30  # bytes of address space; libraries take a third
 
 MOST_STATES, MOST_TRANSITIONS = 50_000, 1 << 24  # of an automaton
+MOST_PARTS = 50_000  # subschemas of an automaton, with references written out
 MOST_EXPANDED = 8 << 20  # bytes of the pattern that a schema becomes
 # Of one mask of a grammar that the host follows, as llguidance counts: a few milliseconds each.
 MASK_FUEL, MASK_ITEMS = 100_000, 50_000

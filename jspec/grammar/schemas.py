@@ -6,11 +6,13 @@ a keyword that would be ignored is refused by name.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from jspec.grammar import limits, patterns
 from jspec.grammar.formats import FORMATS
+from jspec.util.messages import shown
 
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"}
 _ANNOTATIONS |= {"deprecated", "description", "discriminator", "examples", "readOnly", "title"}
@@ -81,41 +83,47 @@ def spelled(schema: Any) -> Any:
 
 
 def _check_references(schema: Mapping) -> None:
-    """Raise ValueError if a schema contains itself: its texts have no greatest depth.
+    """Raise ValueError if a schema contains itself, or expands to very many subschemas.
 
     Each target of a reference is visited once.
     """
-    path = [("", iter(_references(schema)))]
-    on_path, visited = {""}, set()
+    own = {"": _counted(schema)}
+    path = [("", iter(own[""][1]))]
+    sizes: dict[str, int] = {}
     while path:
         name, left = path[-1]
         reference = next(left, None)
         if reference is None:
-            visited.add(name)
-            on_path.discard(name)
+            count, references = own[name]
+            sizes[name] = count + sum(times * sizes[each] for each, times in references.items())
             path.pop()
-        elif reference in on_path:
+        elif reference in own and reference not in sizes:
             raise ValueError(
                 f"it contains itself by $ref {reference!r}, so its texts have no greatest depth; "
                 "write out as many levels as they may have"
             )
-        elif reference not in visited:
+        elif reference not in sizes:
             inner = _at(schema, reference)
-            found = _references(inner) if isinstance(inner, Mapping) else []
-            path.append((reference, iter(found)))
-            on_path.add(reference)
+            own[reference] = _counted(inner) if isinstance(inner, Mapping) else (1, Counter())
+            path.append((reference, iter(own[reference][1])))
+    if sizes[""] > limits.MOST_PARTS:
+        raise ValueError(
+            f"it has {shown(sizes[''])} subschemas when references are written out, and may have "
+            f"at most {limits.MOST_PARTS}; nest it less"
+        )
 
 
-def _references(schema: Mapping) -> list[str]:
-    """Return the references in a schema, without those of its definitions."""
-    found, left = {}, [schema]
+def _counted(schema: Mapping) -> tuple[int, Counter[str]]:
+    """Return the number of subschemas and the references, without those of definitions."""
+    count, references, left = 0, Counter(), [schema]
     while left:
         node = left.pop()
+        count += 1
         if isinstance(node.get("$ref"), str):
-            found[node["$ref"]] = None
+            references[node["$ref"]] += 1
         inner = {name: part for name, part in node.items() if name not in _DEFINITIONS}
         left += [part for _, part in parts(inner) if isinstance(part, Mapping)]
-    return list(found)
+    return count, references
 
 
 def _at(root: Mapping, reference: str) -> Any:
