@@ -20,9 +20,12 @@ from jspec.core.types import History, Request
 from jspec.engine import admission
 from jspec.engine.engine import RELEASES, Engine
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
+from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pages import table_of
+from jspec.engine.plan import RoundPlan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
+from jspec.grammar.followed import num_words
 
 _MOST_THREADS = 4  # that compile at a time: each takes memory
 
@@ -44,6 +47,8 @@ class Programs:
         self._known: set[Any] = set()  # functions, settings and shapes of programs
         self._asked: set[Any] = set()  # settings of ``compile``, for a quick answer
         self._releases = RELEASES.total()  # after which nothing is known any more
+        # True once the host follows a grammar: any sequence may then share a round with one.
+        self._follows = False
 
     def may_lack(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
         """Return whether ``compile`` may find anything; this is quick.
@@ -55,6 +60,7 @@ class Programs:
         grammar = sequences[0].grammar
         has_new = grammar is not None and grammar not in self._engine.grammars
         has_new = has_new or self._releases != RELEASES.total()
+        has_new |= sequences[0].followed_grammar is not None and not self._follows
         return has_new or (self._profile(sequences, scoring), scoring) not in self._asked
 
     def compile(
@@ -66,7 +72,7 @@ class Programs:
         """Compile what runs ``sequences[0]``, unless that was done. Several threads may call.
 
         Programs are launches of every draft length, without and with the grammars of the engine,
-        and prefills of prompts of all lengths.
+        rounds of grammars that the host follows, and prefills of prompts of all lengths.
 
         Args:
           sequences: whose settings the engine's profile will have; prompts do not count.
@@ -80,6 +86,7 @@ class Programs:
                 self._releases = RELEASES.total()
                 self._known.clear()
                 self._asked.clear()
+            self._follows |= sequences[0].followed_grammar is not None
             every = [*self._launches(sequences, scoring), *self._prefills(sequences[0], scoring)]
             missing = {key: lowering for key, lowering in every if key not in self._known}
             _compile(list(missing.values()), on_progress)
@@ -105,6 +112,23 @@ class Programs:
                 given = engine.params, request, shared, state, *sizes, table, pace.budget
                 lower = functools.partial(launch.lower, pace.plan, profile, *given)
                 yield ("launch", pace.plan, profile, _form(request)), lower
+                if self._follows:
+                    inputs = engine.params, request, shared, state
+                    yield from self._rounds(pace.plan, profile, inputs, table)
+
+    def _rounds(
+        self, plan: RoundPlan, profile: Profile, inputs: tuple[Any, ...], table: Any
+    ) -> Iterator[tuple[Any, Lowering]]:
+        """Yield the two programs of a round between which the host follows grammars."""
+        engine, form = self._engine, _form(inputs[1])
+        lower = functools.partial(draft_alone.lower, plan, *inputs, table)
+        yield ("draft", plan, form), lower
+        state, halfway = draft_alone.eval_shape(plan, *inputs, table)
+        shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
+        masks = np.zeros(shape, np.uint32), np.zeros(shape[0], bool)
+        given = *inputs[:3], state, halfway, *masks, table
+        lower = functools.partial(verify_alone.lower, plan, profile, *given)
+        yield ("verify", plan, profile, form), lower
 
     def _prefills(
         self, sequence: SequenceParams, scoring: Scoring | None

@@ -298,5 +298,7 @@ class _Uvicorn(uvicorn.Server):
         if self._end is not None:
             is_late = time.monotonic() > self._end
             self.force_exit |= is_late
-            self.should_exit |= is_late or not self._server.served.num_running
+            # A request whose grammar still compiles is none that runs.
+            has_ended = not (self._server.served.num_running or self.server_state.tasks)
+            self.should_exit |= is_late or has_ended
         return await super().on_tick(counter)
