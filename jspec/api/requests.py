@@ -105,9 +105,9 @@ def numbered(
 
     ``settings`` are of ``settings_of``; other arguments are as there.
     """
-    own = _derived_seed(seed, number) if params.seed is None else int(params.seed)
+    noise = _derived_seed(seed, number) if params.seed is None else int(params.seed)
     streams = range(params.num_texts)
-    first = dataclasses.replace(settings, seed=own)
+    first = dataclasses.replace(settings, seed=noise)
     sequences = tuple(_of_stream(first, stream) for stream in streams)
     ends = _ends(params, eos)
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in streams)

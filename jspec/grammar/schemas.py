@@ -87,25 +87,25 @@ def _check_references(schema: Mapping) -> None:
 
     Each target of a reference is visited once.
     """
-    own = {"": _counted(schema)}
-    path = [("", iter(own[""][1]))]
+    counts = {"": _counted(schema)}
+    path = [("", iter(counts[""][1]))]
     sizes: dict[str, int] = {}
     while path:
         name, left = path[-1]
         reference = next(left, None)
         if reference is None:
-            count, references = own[name]
+            count, references = counts[name]
             sizes[name] = count + sum(times * sizes[each] for each, times in references.items())
             path.pop()
-        elif reference in own and reference not in sizes:
+        elif reference in counts and reference not in sizes:
             raise ValueError(
                 f"it contains itself by $ref {reference!r}, so its texts have no greatest depth; "
                 "write out as many levels as they may have"
             )
         elif reference not in sizes:
             inner = _at(schema, reference)
-            own[reference] = _counted(inner) if isinstance(inner, Mapping) else (1, Counter())
-            path.append((reference, iter(own[reference][1])))
+            counts[reference] = _counted(inner) if isinstance(inner, Mapping) else (1, Counter())
+            path.append((reference, iter(counts[reference][1])))
     if sizes[""] > limits.MOST_PARTS:
         raise ValueError(
             f"it has {shown(sizes[''])} subschemas when references are written out, and may have "

@@ -128,13 +128,13 @@ class _Words:
         padded = np.zeros((len(lengths), lengths.max(initial=1)), np.uint8)
         inside = np.arange(padded.shape[1]) < lengths[:, None]
         padded[inside] = vocabulary.text
-        kept = ~((padded == _END[0]) & inside).any(1)
-        ids = vocabulary.ids[np.repeat(kept, vocabulary.counts)]
+        has_no_end = ~((padded == _END[0]) & inside).any(1)
+        ids = vocabulary.ids[np.repeat(has_no_end, vocabulary.counts)]
         return cls(
-            padded[kept],
-            lengths[kept].astype(np.int64),
+            padded[has_no_end],
+            lengths[has_no_end].astype(np.int64),
             ids,
-            vocabulary.counts[kept].astype(np.int64),
+            vocabulary.counts[has_no_end].astype(np.int64),
         )
 
 
