@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +20,7 @@ from jspec.engine.engine import Ticket
 from jspec.engine.launches import Launch
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
+from jspec.util import leaving
 from jspec.util.messages import shown
 from jspec.util.threads import DaemonThreads
 
@@ -107,15 +108,6 @@ class RunningRequest:
             self._loop.call_soon_threadsafe(self._has_news.set)
 
 
-async def _result(threads: DaemonThreads, call: Callable[[], Any]) -> Any:
-    """Return the result of a call in one of ``threads``, which ends with this task."""
-    left = threading.Event()
-    try:
-        return await asyncio.wrap_future(threads.submit(call, left))
-    finally:
-        left.set()
-
-
 class AsyncLLM:
     """Runs the requests of an ``LLM`` in one batch, in a thread of its own.
 
@@ -155,7 +147,9 @@ class AsyncLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
         self._error: BaseException | None = None  # that ended the thread
-        self._compilers = DaemonThreads(_COMPILERS, "jspec-compiler", _CLOSED)
+        # At the end of the process a thread in XLA must be waited for, or it aborts the process.
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "jspec-compiler")
+        self._has_closed = threading.Event()
         self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", _CLOSED)
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
@@ -212,7 +206,7 @@ class AsyncLLM:
                 self._typical = (*self._typical, request.sequences[0])
             self._compile([request])
 
-        return self._compilers.submit(compile)
+        return self._compilers.submit(leaving.watched(compile, self._has_closed))
 
     async def generate(
         self,
@@ -298,7 +292,8 @@ class AsyncLLM:
         resolve = functools.partial(self.llm.resolve, prompts, params)
         batch = await self.in_thread(resolve, compiles=has_grammar)
         if self._needs_programs(batch):
-            await _result(self._compilers, lambda: self._compile(batch))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compilers, self._compile, batch)
         return batch
 
     def _needs_programs(self, batch: Sequence[GenerationRequest]) -> bool:
@@ -324,9 +319,13 @@ class AsyncLLM:
         Calls that compile grammars have threads of their own. If this task is cancelled, their
         work ends, unless others wait for the same grammar.
         """
-        if compiles:
-            return await _result(self._grammars, call)
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+        if not compiles:
+            return await asyncio.get_running_loop().run_in_executor(None, call)
+        left = threading.Event()
+        try:
+            return await asyncio.wrap_future(self._grammars.submit(call, left))
+        finally:
+            left.set()
 
     def _close(self, running: RunningRequest) -> None:
         self._inbox.put(lambda: self._end(running))
@@ -370,7 +369,8 @@ class AsyncLLM:
         self._inbox.put(None)
         self._thread.join()
         self._grammars.close()
-        self._compilers.close()
+        self._has_closed.set()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     # -------------------------------------------------------------------------------- the thread
 

@@ -46,7 +46,9 @@ def main() -> None:
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     try:
-        sys.exit(app(words, prog_name="jspec", standalone_mode=False) or 0)
+        code = app(words, prog_name="jspec", standalone_mode=False) or 0
+        _leave_compilers(code)
+        sys.exit(code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -55,6 +57,17 @@ def main() -> None:
             raise
         print(f"jspec: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _leave_compilers(code: int) -> None:
+    """Exit if a closed server still compiles: the interpreter would wait for it, for minutes."""
+    compilers = [each for each in threading.enumerate() if each.name.startswith("jspec-compiler")]
+    for thread in compilers:
+        thread.join(0.5)
+    if any(thread.is_alive() for thread in compilers):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _interrupted(_: int, frame: Any) -> None:
