@@ -113,13 +113,13 @@ class _Spelled:
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):  # bytes, which llguidance tries once
             raise TypeError(f"text={text!r} must be a str.")
-        found, data = [], text.encode()
+        tokens, data = [], text.encode()
         while data:
             sizes = range(min(len(data), 32), 0, -1)
             size = next((size for size in sizes if data[:size] in self._id_of), 0)
-            found += [self._id_of[data[:size]]] if size else []
+            tokens += [self._id_of[data[:size]]] if size else []
             data = data[max(size, 1) :]
-        return found
+        return tokens
 
 
 def _bound(seconds: float) -> None:

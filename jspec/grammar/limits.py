@@ -77,14 +77,14 @@ def _check_json(kind: str, value: str | Mapping) -> None:
         return  # the reader of schemas has the better error
     references, stack = 0, [(schema, 1)]
     while stack:
-        node, level = stack.pop()
-        _check_count(f"levels of {kind}", level, MOST_LEVELS)
+        node, depth = stack.pop()
+        _check_count(f"levels of {kind}", depth, MOST_LEVELS)
         if isinstance(node, list):
-            stack += [(part, level + 1) for part in node if isinstance(part, list | dict)]
+            stack += [(part, depth + 1) for part in node if isinstance(part, list | dict)]
         else:
             references += _checked_schema(node) if isinstance(node, dict) else 0
             stack += [
-                (part, level + 1)
+                (part, depth + 1)
                 for name, part in (node.items() if isinstance(node, dict) else ())
                 if name not in _VALUES and isinstance(part, list | dict)
             ]

@@ -205,15 +205,15 @@ def _is(value: Any, kind: Any) -> bool:
 
 def parts(schema: Mapping) -> list[tuple[str, Any]]:
     """Return the subschemas of a schema with their names."""
-    found: list[tuple[str, Any]] = []
+    subschemas: list[tuple[str, Any]] = []
     for name, inner in schema.items():
         if name in _MAPS and isinstance(inner, Mapping):
-            found += [(repr(key), part) for key, part in inner.items()]
+            subschemas += [(repr(key), part) for key, part in inner.items()]
         elif name in _SCHEMAS and isinstance(inner, Mapping):
-            found.append((repr(name), inner))
+            subschemas.append((repr(name), inner))
         elif name in _LISTS and isinstance(inner, list | tuple):
-            found += [(f"{name}[{index}]", part) for index, part in enumerate(inner)]
-    return found
+            subschemas += [(f"{name}[{index}]", part) for index, part in enumerate(inner)]
+    return subschemas
 
 
 def with_format_patterns(schema: Any) -> Any:
