@@ -1,5 +1,6 @@
 """Bounds of structured output: sizes, time and memory, and readers that leave."""
 
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from jspec import SamplingParams
+from jspec.api.async_llm import AsyncLLM
 from jspec.grammar import automata, followed, limits, outputs
 from jspec.util import leaving
 from jspec.util.leaving import Left
@@ -296,3 +298,24 @@ def test_a_process_ends_while_a_grammar_compiles():
     ran = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=60, text=True)
     assert ran.returncode == 0, ran.stderr
     assert time.time() - float(ran.stdout) < 3
+
+
+def test_requests_that_left_take_their_grammars_with_them(tmp_path_factory):
+    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", "none")
+    endless = [{"regex": ENDLESS % (50 + index)} for index in range(20)]
+
+    async def ask(served):
+        params = [SamplingParams(structured_outputs=each) for each in endless]
+        left = [asyncio.ensure_future(served.submit("the", each)) for each in params]
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in left)
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        given = SamplingParams(max_tokens=4, structured_outputs={"choice": ["a", "b"]})
+        running = await served.submit("the", given)
+        return [output async for output in running][-1]
+
+    with AsyncLLM(llm) as served:
+        output = asyncio.run(asyncio.wait_for(ask(served), 25))
+    assert output.outputs[0].text in ("a", "b")
