@@ -16,7 +16,7 @@ from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
-from jspec.grammar import automata
+from jspec.grammar import automata, followed
 from tests import tiny
 from tests.plain_processors import Spelling
 
@@ -34,7 +34,9 @@ def compiled(caplog):
     """Return what lists the large programs that were compiled since it was asked last."""
 
     def names():
-        found = re.findall(r"Compiling jit\((launch|prefill)\)", caplog.text)
+        found = re.findall(
+            r"Compiling jit\((launch|prefill|draft_alone|verify_alone)\)", caplog.text
+        )
         caplog.clear()
         return found
 
@@ -100,6 +102,37 @@ def test_what_a_grammar_needs_is_compiled_while_others_run(name, compiled):
         programs.compile([row])
         compiled()
         tickets.append(engine.submit(row))
+        while not engine.is_idle:
+            engine.step()
+        assert all(len(ticket.answer.tokens) == 9 for ticket in tickets)
+        assert not compiled()
+
+
+class Encoding(Spelling):
+    """A tokenizer that also encodes, as llguidance needs it."""
+
+    def encode(self, text, **_):
+        return [self.texts.index(char) for char in text if char in self.texts]
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+def test_what_a_grammar_of_the_host_needs_is_compiled_while_others_run(name, compiled):
+    engine = engine_of(name, has_pages=True)
+    programs = Programs(engine)
+    others = sequences()[1:3]
+    programs.compile(others[:1])
+    known = Encoding(TOKENIZER.texts), frozenset({END}), tiny.VOCAB
+    of_host = {"followed_grammar": followed.followed({"regex": "[12](:x){7}(ab|ba)"}, *known)}
+    on_device = {"grammar": automata.compiled("(ab){9}b{12}", *known)}
+    for given in (of_host, of_host | on_device, {}):
+        grammars = [{key: each} for key, each in given.items()] or [{}]
+        rows = [dataclasses.replace(others[0], **each, stop_token_ids=(END,)) for each in grammars]
+        tickets = [engine.submit(other, rounds=1) for other in others]
+        engine.step()
+        for row in rows:
+            programs.compile([row])
+        compiled()
+        tickets += [engine.submit(row) for row in rows]
         while not engine.is_idle:
             engine.step()
         assert all(len(ticket.answer.tokens) == 9 for ticket in tickets)

@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(limits, "SECONDS", 1)
+    monkeypatch.setattr(limits, "SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(
