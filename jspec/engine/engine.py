@@ -99,6 +99,13 @@ class Ticket:
         """The length of the longest text."""
         return len(self.sequence.prompt) + self.sequence.max_tokens
 
+    def release(self) -> None:
+        """Give all pages back. They hold no NaN if logits after the prompt were finite."""
+        has_failed = self.answer.finish_reason == "error"
+        if has_failed:
+            self.holding.forget()
+        self.holding.release(is_clean=len(self.answer.tokens) > 0 and not has_failed)
+
     def __lt__(self, other: "Ticket") -> bool:
         return self.rank < other.rank
 
@@ -334,7 +341,7 @@ class Engine:
             self._read_all_but(0)
         elif self._staged:
             for ticket in self._staged.tickets:
-                ticket.holding.release()
+                ticket.release()
                 heapq.heappush(self._waiting, ticket)
             self._staged = None
         elif any(self._slots):
@@ -642,7 +649,7 @@ class Engine:
                 continue
             if ticket.finished:
                 self._slots[slot] = None
-                ticket.holding.release()
+                ticket.release()
             elif has_ended:
                 ticket.answer = dataclasses.replace(ticket.answer, finish_reason="stop")
                 self._leave(ticket)
@@ -677,7 +684,7 @@ class Engine:
         slot = self._slots.index(ticket)
         self._slots[slot] = None
         self._leaving.add(slot)
-        ticket.holding.release()  # to programs after the one that ends the row: see _tell_leaving
+        ticket.release()  # to programs after the one that ends the row: see _tell_leaving
 
     def _tell_leaving(self) -> None:
         """End the rows of texts that the host ended, before their slots are taken again."""
@@ -730,7 +737,7 @@ class Engine:
         self._unread.clear()
         self._leaving.clear()
         for ticket in tickets:
-            ticket.holding.release()
+            ticket.release()
             if not ticket.finished:
                 heapq.heappush(self._waiting, ticket)
         return [ticket for ticket in tickets if not ticket.finished]

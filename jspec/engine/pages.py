@@ -36,6 +36,7 @@ from jspec.util.values import is_whole
 
 PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
 _NOBODY = 0  # the page that fills the rows of a table; it is never taken
+_CLEARED = 16  # pages that one program clears
 
 
 class PageTable:
@@ -54,6 +55,7 @@ class PageTable:
         self._free = collections.OrderedDict.fromkeys(range(_NOBODY + 1, count))
         self._known: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}  # of the known pages
+        self.unclean: set[int] = set()  # pages that may hold NaN: to be cleared when they are taken
 
     @property
     def num_free(self) -> int:
@@ -110,19 +112,22 @@ class PageTable:
         if len(self._free) < count:
             return None
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for page in pages:
-            digest = self._digests.pop(page, None)
-            if digest is not None:
-                del self._known[digest]
+        self.forget_pages(pages)
         self.holders[pages] = 1
         return pages
 
-    def drop(self, pages: Sequence[int]) -> None:
-        """Count one holder less of the pages of a sequence, the end of its text first."""
+    def drop(self, pages: Sequence[int], *, is_clean: bool = True) -> None:
+        """Count one holder less of the pages of a sequence, the end of its text first.
+
+        Unless ``is_clean``, they may hold NaN. So may all pages of windowed layers: a text goes on
+        when its window has left NaN behind.
+        """
         for page in filter(None, reversed(pages)):
             self.holders[page] -= 1
             if not self.holders[page]:
                 self._free[page] = None
+            if not is_clean or self.window is not None:
+                self.unclean.add(page)
 
     def learn(self, page: int, digest: bytes) -> None:
         """Know a page that is held and full; the first page of a text is kept."""
@@ -134,6 +139,13 @@ class PageTable:
         """Know no page any more; sequences keep theirs."""
         self._known.clear()
         self._digests.clear()
+
+    def forget_pages(self, pages: Iterable[int]) -> None:
+        """Know these pages no more."""
+        for page in pages:
+            digest = self._digests.pop(page, None)
+            if digest is not None:
+                del self._known[digest]
 
 
 def digests_of(
@@ -218,7 +230,19 @@ class Pool:
         missing = count + spare - self.table.num_free
         if missing > 0 and not self.reserve(len(self.table.holders) + missing):
             return None
-        return self.table.take(count)
+        pages = self.table.take(count)
+        self._clear(pages or [])
+        return pages
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """Clear the unclean ones of ``pages``: attention multiplies hidden slots by 0, NaN too."""
+        unclean = sorted(self.table.unclean.intersection(pages))
+        self.table.unclean.difference_update(unclean)
+        for first in range(0, len(unclean), _CLEARED):
+            ids = np.full(_CLEARED, len(self.table.holders), np.int32)  # outside: dropped
+            part = unclean[first : first + _CLEARED]
+            ids[: len(part)] = part
+            self.buffers = _cleared(self.buffers, ids)
 
     def reserve(self, count: int) -> bool:
         """Have at least ``count`` pages; return False if there cannot be as many."""
@@ -263,6 +287,7 @@ class Pool:
         self.buffers = ()  # before the new ones: memory may be short
         self.buffers = self._allocate(len(self.table.holders))
         self.table.forget()
+        self.table.unclean.clear()
 
     def digests_of(self, text: np.ndarray, salt: str, so_far: Sequence[bytes] = ()) -> list[bytes]:
         """Return ``digests_of`` for these pages."""
@@ -296,6 +321,7 @@ class Holding:
     salt: str = ""
     pages: list[int] = dataclasses.field(default_factory=list)  # in order; nobody's if unseen
     _digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages of the text
+    _num_shared: int = 0  # pages that were known before
     _num_known: int = 0  # pages that were shared or learned
 
     def begin(self, text: np.ndarray, *, reads_known: bool = True, spare: int = 0) -> int | None:
@@ -313,7 +339,8 @@ class Holding:
         if taken is None:
             table.drop(known)
             return None
-        self.pages, self._num_known = known + taken, len(known)
+        self.pages, self._num_shared = known + taken, len(known)
+        self._num_known = len(known)
         self.pool.queries += len(text) - 1
         self.pool.hits += len(known) * size
         return len(known) * size
@@ -353,11 +380,16 @@ class Holding:
                 self.pool.table.learn(self.pages[page], self._digests[page])
             self._num_known = count
 
-    def release(self) -> None:
-        """Give all pages back."""
+    def forget(self) -> None:
+        """Have no later sequence share the pages that this one filled."""
         if self.pool is not None:
-            self.pool.table.drop(self.pages)
-        self.pages, self._digests, self._num_known = [], [], 0
+            self.pool.table.forget_pages(self.pages[self._num_shared :])
+
+    def release(self, *, is_clean: bool) -> None:
+        """Give all pages back; unless ``is_clean``, they may hold NaN."""
+        if self.pool is not None:
+            self.pool.table.drop(self.pages, is_clean=is_clean)
+        self.pages, self._digests, self._num_shared, self._num_known = [], [], 0, 0
 
 
 def table_of(holdings: Sequence[Holding | None], pool: Pool | None, capacity: int):
@@ -416,3 +448,8 @@ def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = 
 def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     grow = lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1)))
     return jax.tree.map(grow, buffers)
+
+
+@functools.partial(jax.jit, donate_argnames="buffers")
+def _cleared(buffers: tuple[Any, ...], pages: np.ndarray) -> tuple[Any, ...]:
+    return jax.tree.map(lambda pool: pool.at[pages].set(0, mode="drop"), buffers)
