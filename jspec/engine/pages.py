@@ -385,7 +385,7 @@ class Holding:
         if self.pool is not None:
             self.pool.table.forget_pages(self.pages[self._num_shared :])
 
-    def release(self, *, is_clean: bool) -> None:
+    def release(self, *, is_clean: bool = True) -> None:
         """Give all pages back; unless ``is_clean``, they may hold NaN."""
         if self.pool is not None:
             self.pool.table.drop(self.pages, is_clean=is_clean)

@@ -30,10 +30,10 @@ ROWS = [
 FAILURE = jax.errors.JaxRuntimeError("INTERNAL: the device went away\nand more")
 
 
-def made(name="none", num_slots=2, **options):
+def made(name="none", num_slots=2, num_pages=40, **options):
     drafter, weights = DRAFTERS[name]
     plan, params = Plan(tiny.TARGET, drafter, "coupled"), Params(tiny.params().target, weights)
-    pool = Pool(plan, params, num_pages=40, page_size=8)
+    pool = Pool(plan, params, num_pages=num_pages, page_size=8)
     return Engine(plan, params, num_slots=num_slots, capacity=64, pool=pool, **options)
 
 
@@ -138,6 +138,60 @@ def test_functions_of_requests_that_ended_are_not_compiled_into_later_programs()
     served.step()
     assert not served.profile.forms
     assert finished(served, [ticket]) == texts(rows=ROWS[1:2])
+
+
+# ------------------------------------------------------------------------------------ NaN in a page
+
+
+BAD = max(set(range(tiny.VOCAB)).difference(*(row.prompt for row in ROWS)))  # in no prompt
+
+
+def with_a_token_of_nan(params):
+    embedding = params.target.embedding.at[BAD].set(jnp.nan)
+    return params._replace(target=params.target.replace(embedding=embedding))
+
+
+def without_it(row):
+    """Return a sequence that never generates the token."""
+    return dataclasses.replace(row, logit_bias=((BAD, -1e9),))
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+def test_pages_of_a_sequence_with_nan_spoil_no_later_one(name):
+    rows = [without_it(row) for row in ROWS]
+    faulty = without_it(SequenceParams((1, 2, BAD, *range(4, 24)), max_tokens=8))
+    expected = texts(name, rows)
+    served = made(name, num_pages=9)  # so few that all are taken again
+    served.params = with_a_token_of_nan(served.params)
+    tickets = [served.submit(row) for row in (rows[0], faulty, *rows[1:], faulty)]
+    first, nan, *rest, again = finished(served, tickets)
+    assert [first, *rest] == expected and nan == again == []
+    reasons = [ticket.answer.finish_reason for ticket in tickets]
+    assert reasons == ["length", "error", *["length"] * 4, "error"]
+    assert [ticket.error for ticket in tickets] == [None] * 7
+
+
+def test_pages_of_a_sequence_with_nan_leave_the_prefix_cache():
+    served, prompt = made(), (1, 2, BAD, *range(4, 24))
+    served.params, sound = with_a_token_of_nan(served.params), served.params
+    finished(served, [served.submit(SequenceParams(prompt, max_tokens=4))])
+    served.params = sound  # as if a device had erred once
+    ticket = served.submit(SequenceParams(prompt, max_tokens=4))
+    finished(served, [ticket])
+    assert served.pool.hits == 0 and ticket.answer.finish_reason == "length"
+    finished(served, [served.submit(SequenceParams(prompt, max_tokens=4))])
+    assert served.pool.hits == 16
+
+
+def test_pages_of_a_prompt_that_was_aborted_are_cleared_before_they_are_taken_again():
+    served = made(num_slots=1, num_pages=5)
+    served.params = with_a_token_of_nan(served.params)
+    ticket = served.submit(SequenceParams((1, BAD, *range(4, 24)), max_tokens=8))
+    served.step()  # its prompt is read, and its launch is not
+    assert not ticket.finished
+    served.abort(ticket)
+    rows = [without_it(row) for row in ROWS]
+    assert finished(served, [served.submit(row) for row in rows]) == texts(rows=rows)
 
 
 # --------------------------------------------------------------------------------- failing launches
