@@ -1,10 +1,12 @@
 """``AsyncLLM``: an ``LLM`` for asyncio, whose requests join one running batch."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,15 +17,17 @@ from typing import Any
 from jspec.api.llm import LLM, STREAM_ROUNDS
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
+from jspec.api.running import RunningRequest
 from jspec.api.sampling_params import SamplingParams
-from jspec.engine.engine import Ticket
 from jspec.engine.launches import Launch
 from jspec.engine.programs import Programs
-from jspec.engine.sequences import SequenceParams
+from jspec.engine.sequences import SequenceParams, check_priority
 from jspec.util import leaving
 from jspec.util.messages import shown
 from jspec.util.threads import DaemonThreads
+from jspec.util.values import is_real
 
+_log = logging.getLogger(__name__)
 _MOST_ROUNDS = 32  # of a launch
 _COMPILERS = 2  # programs that are compiled at a time
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
@@ -31,81 +35,8 @@ _CLOSED = "AsyncLLM is closed; make another one."
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 
-class RunningRequest:
-    """The outputs of a request, for one reader: an asynchronous iterator.
-
-    It yields the texts so far each time they grow. A reader that is slower than the device misses
-    outputs, and no text: each has all of it. With ``best_of`` the last output is the only one.
-    ``close`` aborts a request that still runs.
-
-    Attributes:
-      id: of the outputs, and for ``AsyncLLM.abort``.
-      output: the last one; None before the first.
-    """
-
-    def __init__(self, id: str, request: GenerationRequest, priority: int, close: Callable):
-        self.id, self.output = id, None
-        self._request, self._priority, self._close = request, priority, close
-        self._is_whole = request.params.num_texts > request.params.n
-        self._loop, self._has_news = asyncio.get_running_loop(), asyncio.Event()
-        # The thread writes the following, and then wakes the reader.
-        self._tickets: list[Ticket] = []
-        self._num_written = -1  # tokens of the last output
-        self._error: BaseException | None = None
-        self._last: RequestOutput | None = None  # that the reader has
-
-    def __aiter__(self) -> "RunningRequest":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while True:
-            if self.output is not self._last:
-                self._last = self.output
-                if self._last.finished or not self._is_whole:
-                    return self._last
-            elif self._last is not None and self._last.finished:
-                raise StopAsyncIteration
-            else:
-                await self._news()
-
-    def close(self) -> None:
-        """Abort what still runs, within one launch."""
-        self._close(self)
-
-    @property
-    def begin(self) -> float | None:
-        """When the first of its prompts left the queue, of ``time.perf_counter``; None: not yet."""
-        begins = [ticket.begin for ticket in self._tickets if ticket.begin is not None]
-        return min(begins, default=None)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache had."""
-        return max((ticket.answer.num_cached_tokens for ticket in self._tickets), default=0)
-
-    async def _news(self) -> None:
-        if self._error is None:
-            await self._has_news.wait()
-            self._has_news.clear()
-        if self._error is not None:
-            raise self._error
-
-    async def _accepted(self) -> None:
-        while not self._tickets:
-            await self._news()
-
-    @property
-    def _is_finished(self) -> bool:
-        return all(text.finish_reason for text in self._request.transcripts)
-
-    @property
-    def _num_tokens(self) -> int:
-        answers = [text.answer for text in self._request.transcripts]
-        return -1 if None in answers else sum(len(answer.tokens) for answer in answers)
-
-    def _tell(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(self._has_news.set)
+# What the thread is to do, and for whom.
+_Act = tuple[Sequence[RunningRequest], Callable[[], None]]
 
 
 class AsyncLLM:
@@ -120,7 +51,8 @@ class AsyncLLM:
         ``max_model_len`` the capacity of each.
       max_num_queued: most sequences that wait for a slot; None for any number.
       launch_seconds: about how long the device runs before texts are read and requests join.
-      on_launch: called in the thread with every launch that was read, as NumPy arrays.
+      on_launch: called in the thread with every launch that was read, as NumPy arrays. What it
+        raises is logged.
 
     Raises:
       ValueError: ``max_num_queued`` or ``launch_seconds`` is out of range.
@@ -134,17 +66,18 @@ class AsyncLLM:
         launch_seconds: float = 0.05,
         on_launch: Callable[[Launch], None] | None = None,
     ):
-        if not launch_seconds > 0:
-            raise ValueError(f"launch_seconds={shown(launch_seconds)} must be above 0.")
+        if not (is_real(launch_seconds) and launch_seconds > 0):
+            raise ValueError(f"launch_seconds={shown(launch_seconds)} must be a number above 0.")
         self.llm, self._runtime = llm, llm.runtime
         size = llm.max_num_seqs, llm.max_model_len
+        on_launch = None if on_launch is None else functools.partial(_call_logged, on_launch)
         options = dict(max_num_queued=max_num_queued, on_launch=on_launch, joins_together=False)
         self._engine = self._runtime.engine(*size, **options)
         self._programs: Programs | None = None  # after ``warm_up``
         self._typical: tuple[SequenceParams, ...] = ()  # with grammars that were prepared
         self._launch_seconds = launch_seconds
         self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
         self._error: BaseException | None = None  # that ended the thread
         # At the end of the process a thread in XLA must be waited for, or it aborts the process.
@@ -265,15 +198,21 @@ class AsyncLLM:
         priority: int = 0,
     ) -> list[RunningRequest]:
         """Queue a request for each prompt, all or none; errors are those of ``submit``."""
+        check_priority(priority)
+        _check_ids(request_ids)
         batch = await self._resolved(prompts, sampling_params)
         names = [str(each.number) for each in batch] if request_ids is None else request_ids
-        for index, name in enumerate(names):
-            if name in self._running or name in names[:index]:
+        if len(names) != len(batch):
+            raise ValueError(
+                f"request_ids has {len(names)} names for {len(batch)} prompts; give one for each."
+            )
+        for name, count in collections.Counter(names).items():
+            if name in self._running or count > 1:
                 raise ValueError(f"request_id={shown(name)} is running already; take another one.")
         pairs = zip(names, batch, strict=True)
         together = [RunningRequest(*pair, priority, self._close) for pair in pairs]
         self._running |= {running.id: running for running in together}
-        self._inbox.put(lambda: self._begin(together))
+        self._put(together, lambda: self._begin(together))
         if self._error is not None:
             self._fail_all()  # the thread has ended, and reads no more
         try:
@@ -328,7 +267,10 @@ class AsyncLLM:
             left.set()
 
     def _close(self, running: RunningRequest) -> None:
-        self._inbox.put(lambda: self._end(running))
+        self._put([running], lambda: self._end(running))
+
+    def _put(self, together: Sequence[RunningRequest], act: Callable[[], None]) -> None:
+        self._inbox.put((together, act))
 
     def abort(self, request_id: str) -> None:
         """End a request: texts that still run end as they are, with finish_reason "abort".
@@ -337,7 +279,7 @@ class AsyncLLM:
         """
         running = self._running.get(request_id)
         if running is not None:
-            self._inbox.put(lambda: self._abort(running))
+            self._put([running], lambda: self._abort(running))
 
     @property
     def num_running(self) -> int:
@@ -379,7 +321,7 @@ class AsyncLLM:
             while self._receive():
                 self._step()
                 for running in list(self._running.values()):
-                    self._report(running)
+                    self._do([running], functools.partial(self._report, running))
             self._error = RuntimeError(_CLOSED)
         except BaseException as error:
             self._error = error
@@ -397,9 +339,17 @@ class AsyncLLM:
                 return True
             if act is None:
                 return False
-            act()
+            self._do(*act)
             if not self._engine.is_idle and self._inbox.empty():
                 return True
+
+    def _do(self, together: Sequence[RunningRequest], act: Callable[[], None]) -> None:
+        """Run what serves some requests; an error ends these, and no others."""
+        try:
+            act()
+        except BaseException as error:  # panics of Rust are no Exception
+            for running in together:
+                self._fail(running, error)
 
     def _step(self) -> None:
         """Run launches of about ``launch_seconds``."""
@@ -465,13 +415,31 @@ class AsyncLLM:
             self._runtime.leave(self._engine, [running._request], running._tickets)
 
     def _fail(self, running: RunningRequest, error: BaseException) -> None:
+        try:
+            self._end(running)
+        except Exception:  # its reader gets the first error
+            _log.exception("the end of request %s failed, too", running.id)
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
         running._error = error
-        self._end(running)
         running._tell()
 
     def _fail_all(self) -> None:
         for running in list(self._running.values()):
-            with contextlib.suppress(Exception):  # the engine's own, which all readers get
-                self._end(running)
-            running._error = self._error
-            running._tell()
+            self._fail(running, self._error)
+
+
+def _check_ids(ids: Any) -> None:
+    """Raise ValueError unless ``request_ids`` is None or a list of names."""
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+    if ids is None or (is_list and all(isinstance(name, str) for name in ids)):
+        return
+    raise ValueError(f"request_ids={shown(ids)} must be a list of str, or None for numbers.")
+
+
+def _call_logged(on_launch: Callable[[Launch], None], launch: Launch) -> None:
+    """Call an observer, which is no part of any request."""
+    try:
+        on_launch(launch)
+    except Exception:
+        _log.exception("on_launch failed")

@@ -134,9 +134,13 @@ class Runtime:
         self, engine: Engine, batch: Sequence[GenerationRequest], tickets: Sequence[Ticket]
     ) -> None:
         """Abort what still runs of a batch, and count what all of it did."""
-        for ticket in tickets:
-            engine.abort(ticket)  # if the reader of a stream has left
-        self._run_on(engine, engine.settle)
+
+        def end() -> None:
+            for ticket in tickets:
+                engine.abort(ticket)  # if the reader of a stream has left
+            engine.settle()
+
+        self._run_on(engine, end)
         texts = [text for request in batch for text in request.transcripts]
         answers = [text.answer for text in texts if text.answer is not None]
         with self._lock:

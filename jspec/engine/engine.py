@@ -12,9 +12,9 @@ preempted: it gives its pages back and waits again. Its prompt is then prefilled
 it had generated, and the text goes on as if nothing had happened. Rounds end where launches end, so
 no round is cut.
 
-If a launch fails, what the device held is lost, and who caused it is not known. All sequences that
+If a step fails, what the device held is lost, and who caused it is not known. All sequences that
 ran start again from their texts, each one alone for a launch. One that fails alone ends by the
-error.
+error. So do one whose prompt or grammar raises on the host, and one whose listener does, at once.
 """
 
 import collections
@@ -44,13 +44,14 @@ from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile, request_of
-from jspec.engine.sequences import SequenceParams, check_fit
+from jspec.engine.sequences import SequenceParams, check_fit, check_priority
 from jspec.grammar.automata import Grammar
 from jspec.grammar.followed import Follower, num_words
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
+_INTERRUPTIONS = KeyboardInterrupt, SystemExit  # of the process, and of no sequence
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 _MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
@@ -115,7 +116,7 @@ class _Staged:
     """Tickets whose prompts are being prefilled, all slots at once or one beside the batch."""
 
     tickets: list[Ticket]
-    intake: admission.Intake
+    intake: admission.Intake | None  # None until it is allocated
 
 
 @dataclasses.dataclass
@@ -244,9 +245,11 @@ class Engine:
           cache_salt: sequences share pages only with those of the same salt.
 
         Raises:
-          ValueError: the sequence does not fit the model, the engine's capacity or the pool.
+          ValueError: the sequence does not fit the model, the engine's capacity or the pool, or
+            ``priority`` is no whole number.
           queue.Full: ``max_num_queued`` sequences wait already.
         """
+        check_priority(priority)
         check_fit([sequence], self.plan.target)
         total = len(sequence.prompt) + sequence.max_tokens
         if total > self.capacity:
@@ -264,8 +267,8 @@ class Engine:
         grammar = sequence.followed_grammar
         follower = None if grammar is None else Follower(grammar)
         ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring, 0, follower)
-        heapq.heappush(self._waiting, ticket)
         self.profile = self.profile.grown([sequence]).scored(scoring)
+        heapq.heappush(self._waiting, ticket)
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
@@ -292,15 +295,18 @@ class Engine:
 
     def step(self) -> None:
         """Admit, dispatch one launch, and read the one before it."""
+        self._survive(self._step)
+
+    def _survive(self, act: Callable[[], None]) -> None:
+        """Run a part of a step; after an error, sequences start again, or end by it."""
         try:
-            self._step()
-        except BaseException as error:
-            if _is_of_device(error):
-                self._recover(error)
-                return
+            act()
+        except _INTERRUPTIONS:
             if self._has_lost:  # Ctrl-C inside a call that had consumed its inputs
                 self._start_again()
             raise
+        except BaseException as error:  # panics of Rust are no Exception
+            self._recover(error)
 
     def _step(self) -> None:
         self._tell_leaving()
@@ -330,7 +336,7 @@ class Engine:
 
     def settle(self) -> None:
         """Hand the texts that the host ended to a drafter with shared state."""
-        self._tell_leaving()
+        self._survive(self._tell_leaving)
 
     def preempt(self) -> bool:
         """Free pages, if any are held: of those whose prompts are read, else of the youngest.
@@ -420,8 +426,20 @@ class Engine:
                 )
             self.profile = self.profile.grown([tickets[-1].sequence])
         if tickets:
-            self._staged = _Staged(tickets, self._intake_of(tickets, size, cached))
+            self._begin_intake(tickets, size, cached)
         return bool(tickets)
+
+    def _begin_intake(self, tickets: list[Ticket], size: int, cached: np.ndarray) -> None:
+        """Allocate the state of the next sequences; one that cannot have any ends by the error."""
+        self._staged = _Staged(tickets, None)
+        try:
+            self._staged.intake = self._intake_of(tickets, size, cached)
+        except Exception as error:
+            if _is_of_device(error) or len(tickets) > 1:
+                raise
+            self._staged = None
+            self._fail(tickets[0], _fault(error))
+            tickets[0].release()
 
     def _pays_together(self, tickets: Sequence[Ticket]) -> bool:
         """Return whether to prefill all in one program, padded to the longest."""
@@ -623,8 +641,10 @@ class Engine:
             nodes = tokens[slot], parents[slot], valid[slot]
             try:
                 bits[slot] = ticket.follower.masks(ticket.answer.tokens, *nodes)
-            except ValueError as error:
-                self._fail(ticket, error)
+            except _INTERRUPTIONS:
+                raise
+            except BaseException as error:  # panics of Rust are no Exception
+                self._fail(ticket, error if isinstance(error, ValueError) else _fault(error))
         return verify_alone(plan, profile, *inputs, state, halfway, bits, used, table)
 
     def _read_all_but(self, count: int) -> None:
@@ -674,8 +694,10 @@ class Engine:
         """Tell the listener; return whether it ended the text."""
         try:
             return ticket.listener is not None and ticket.listener(ticket.answer)
-        except Exception as error:
-            self._fail(ticket, error)
+        except _INTERRUPTIONS:
+            raise
+        except BaseException as error:  # panics of Rust are no Exception
+            self._fail(ticket, error if isinstance(error, Exception) else _fault(error))
             return False
 
     # ---------------------------------------------------------------------------- those who leave
@@ -704,9 +726,9 @@ class Engine:
         is_lost = any(leaf.is_deleted() for leaf in arrays)
         return is_lost or (self.pool is not None and self.pool.is_lost)
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Go on after a step that failed."""
-        suspects = self._start_again()
+        suspects = self._start_again(error)
         for ticket in suspects:
             ticket.is_suspect = True
         if len(suspects) == 1:
@@ -714,11 +736,14 @@ class Engine:
         elif not suspects:
             raise error
 
-    def _start_again(self) -> list[Ticket]:
-        """Queue all who ran on lost buffers, in every engine of the pool; return those of this one.
+    def _start_again(self, error: BaseException | None = None) -> list[Ticket]:
+        """Queue all who ran, and return them.
 
-        A drafter's shared state begins anew, too.
+        If buffers are lost, so do the other engines of the pool, and a drafter's shared state
+        begins anew. After an error of the host, pages and shared state stay.
         """
+        if not self._has_lost and error is not None and not _is_of_device(error):
+            return self._queue_again()
         others = [] if self.pool is None else [each for each in self.pool.engines if each != self]
         for engine in others:
             engine._queue_again()
@@ -760,12 +785,15 @@ def _is_of_device(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(is_status)
 
 
-def _fault(error: Exception) -> RuntimeError:
+def _fault(error: BaseException) -> RuntimeError:
     """Return the error of a sequence that failed alone."""
-    remedy = "its logits processors or the device may be at fault"
+    first, remedy = str(error).strip().partition("\n")[0], "what it asks for may be at fault"
     if "RESOURCE_EXHAUSTED" in str(error):
         remedy = "there is too little memory; run fewer sequences together, or give the cache less"
-    first = str(error).strip().partition("\n")[0]
+    elif _is_of_device(error):
+        remedy = "its logits processors or the device may be at fault"
+    else:
+        first = f"{type(error).__name__}: {first}"
     fault = RuntimeError(f"a launch failed while this sequence ran alone: {first}; {remedy}.")
     fault.__cause__ = error
     return fault

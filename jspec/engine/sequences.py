@@ -126,6 +126,15 @@ def _is_phrase(word: Any) -> bool:
     return isinstance(word, tuple | list) and len(word) > 0 and are_whole(word)
 
 
+def check_priority(priority: Any) -> None:
+    """Raise ValueError unless a priority can be compared with all others."""
+    if not is_whole(priority, -(2**63), 2**63 - 1):
+        raise ValueError(
+            f"priority={shown(priority)} must be a whole number of at most 64 bits; leave it out "
+            "for 0, and give a lower one to what runs first."
+        )
+
+
 def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError if a non-empty prompt holds an id outside the vocabulary."""
     if min(prompt) < 0 or max(prompt) >= vocab_size:

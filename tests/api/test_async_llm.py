@@ -7,6 +7,7 @@ import queue
 
 import jax
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import jspec
 from jspec.api.async_llm import AsyncLLM
@@ -211,6 +212,123 @@ def test_an_error_of_the_model_reaches_every_reader(llm, monkeypatch):
     assert [type(each) for each in results] == [ZeroDivisionError] * 2
 
 
+# ------------------------------------------------------------------------ an error stays its own
+
+RARE = 299  # a token that no text of ``PROMPTS`` has
+
+
+class Panic(BaseException):
+    """An error as Rust's libraries raise it."""
+
+
+class RaisingTokenizer(PreTrainedTokenizerFast):
+    """A tokenizer that cannot decode one token: in a text, or by itself for logprobs."""
+
+    error, in_texts = KeyError, True
+
+    def decode(self, ids, **options):
+        if RARE in ids and bool(options) == self.in_texts:
+            raise self.error("no such token")
+        return super().decode(ids, **options)
+
+
+def raises_in_a_batch(logits, tokens, length):
+    """Raise when a launch is traced, and not when the function is checked alone."""
+    if "Batch" in type(logits).__name__:
+        raise ZeroDivisionError("of a user")
+    return logits
+
+
+async def beside(served, *attempts):
+    """Return the results of awaitables that run beside all of ``PROMPTS``, and those of these."""
+    others = [last(served, prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
+    results = await asyncio.gather(*others, *attempts, return_exceptions=True)
+    return results[len(others) :], [texts(each.outputs) for each in results[: len(others)]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(priority=None), r"priority=None must be a whole number of at most 64 bits; leave"),
+        (dict(priority=2**63), "priority=9223372036854775808 must be"),
+        (dict(priority=0.5), "priority=0.5 must be"),
+        (dict(request_id=7), r"request_ids=\[7\] must be a list of str, or None"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_alone(served, expected, options, words):
+    wrong = last(served, "bad", params(0), **options)
+    [error], others = asyncio.run(beside(served, wrong))
+    with pytest.raises(ValueError, match=words):
+        raise error
+    assert others == list(map(texts, expected)) and served.error is None
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("ab", "request_ids='ab' must be a list of str"),
+        (["a"], "request_ids has 1 names for 2 prompts; give one for each"),
+        (["a", "a"], "request_id='a' is running already; take another one"),
+    ],
+)
+def test_names_of_several_requests_are_checked(served, names, words):
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(served.submit_all(["x", "y"], params(0), names))
+    assert served.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "in_texts", "options"),
+    [
+        (KeyError, True, {}),
+        (Panic, True, {}),
+        (KeyError, False, dict(logprobs=0)),
+        (Panic, False, dict(logprobs=0)),
+    ],
+)
+def test_a_text_that_cannot_be_decoded_ends_its_own_request(
+    llm, expected, error, in_texts, options
+):
+    llm = jspec.LLM(
+        llm.build.model,
+        CONFIG,
+        max_num_seqs=3,
+        max_model_len=96,
+        tokenizer=RaisingTokenizer.from_pretrained(llm.build.model.path),
+    )
+    tokenizer = llm.get_tokenizer()
+    tokenizer.error, tokenizer.in_texts = error, in_texts
+    rare = params(0, allowed_token_ids=[RARE], **options)
+    with AsyncLLM(llm) as served:
+        [first, again], others = asyncio.run(
+            beside(served, last(served, "x", rare), last(served, "y", rare))
+        )
+        later = asyncio.run(last(served, PROMPTS[1], params(1)))
+        assert served.error is None and served.num_running == 0
+    for raised in (first, again):
+        assert isinstance(raised, KeyError if error is KeyError else RuntimeError)
+        assert "no such token" in str(raised)
+    assert others == list(map(texts, expected)) and texts(later.outputs) == others[1]
+    assert llm.runtime.pool.table.num_used == 0
+
+
+def test_a_function_that_raises_when_a_launch_is_traced_ends_its_own_request(served, expected):
+    guilty = params(1, logits_processors=[raises_in_a_batch])
+    [error], others = asyncio.run(beside(served, last(served, "x", guilty)))
+    with pytest.raises(RuntimeError, match="ran alone: ZeroDivisionError: of a user; what it asks"):
+        raise error
+    assert others == list(map(texts, expected)) and served.error is None
+
+
+def test_an_observer_that_raises_is_logged_and_harms_no_request(llm, expected, caplog):
+    def fail(launch):
+        raise KeyError("an observer's")
+
+    with AsyncLLM(llm, on_launch=fail) as served:
+        output = asyncio.run(last(served, PROMPTS[1], params(1)))
+    assert texts(output.outputs) == texts(expected[1]) and "on_launch failed" in caplog.text
+
+
 async def crowd(served):
     prompts = [{"prompt_token_ids": [6 + index] * 50} for index in range(3)]
     tasks = (last(served, prompt, params(1, max_tokens=40)) for prompt in prompts)
@@ -296,7 +414,8 @@ def test_what_is_prepared_is_there_for_requests_and_changes_no_text(llm, compili
 def test_settings_out_of_range_are_refused(llm, served):
     with pytest.raises(RuntimeError, match="call warm_up first"):
         served.prepare(jspec.SamplingParams())
-    with pytest.raises(ValueError, match="launch_seconds=0"):
-        AsyncLLM(llm, launch_seconds=0)
+    for seconds in (0, float("inf"), "1"):
+        with pytest.raises(ValueError, match=r"launch_seconds=.* must be a number above 0"):
+            AsyncLLM(llm, launch_seconds=seconds)
     with pytest.raises(ValueError, match="max_num_queued=0"):
         AsyncLLM(llm, max_num_queued=0)

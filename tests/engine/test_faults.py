@@ -11,11 +11,12 @@ import pytest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
 from jspec.drafters import Suffix
-from jspec.engine import admission, engine, loop
+from jspec.engine import admission, engine, loop, profile
 from jspec.engine.batch import SequenceParams
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
+from jspec.grammar.followed import FollowedGrammar
 from tests import llm_fixtures, tiny
 
 DRAFTERS = {
@@ -71,6 +72,13 @@ def forbid_five(logits, tokens, length):
 
 def raises_when_traced(logits, tokens, length):
     raise ZeroDivisionError("of a user")
+
+
+def raises_in_a_batch(logits, tokens, length):
+    """Raise when a launch is traced, and not when the function is checked alone."""
+    if "Batch" in type(logits).__name__:
+        raise ZeroDivisionError("of a user")
+    return logits
 
 
 def raises_at_twelve(logits, tokens, length):
@@ -251,6 +259,62 @@ def test_a_function_that_raises_in_a_running_program_ends_its_own_request_alone(
     assert [first, last] == alone
     assert tickets[1].answer.finish_reason == "error" and len(wrong) < 20
     assert "of a user" in str(tickets[1].error) or "callback" in str(tickets[1].error).lower()
+
+
+def test_a_prompt_that_cannot_be_staged_ends_alone_while_the_others_run_on(monkeypatch):
+    def staged(rows, *args):
+        if len(rows) == 1 and rows[0].stream == 3:
+            raise OverflowError("too large for int32")
+        return profile.request_of(rows, *args)
+
+    expected = texts()
+    monkeypatch.setattr(engine, "request_of", staged)
+    served = made(joins_together=False)
+    tickets = [served.submit(row) for row in ROWS]
+    answers = finished(served, tickets)
+    assert "OverflowError: too large for int32; what it asks" in str(tickets[3].error)
+    del answers[3], expected[3]
+    assert answers == expected and not any(ticket.is_suspect for ticket in tickets)
+
+
+class Panic(BaseException):
+    """An error as Rust's libraries raise it."""
+
+
+class BrokenMatcher:
+    """The matcher of a grammar that fails when it is to compute a mask."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def deep_copy(self):
+        return self
+
+    def is_stopped(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), Panic("lost")], ids=["error", "panic"])
+def test_a_grammar_that_fails_while_it_is_followed_ends_its_own_request(error):
+    grammar = FollowedGrammar(BrokenMatcher(error), frozenset({0}), tiny.VOCAB)
+    served, guilty = made(), dataclasses.replace(ROWS[2], followed_grammar=grammar)
+    tickets = [served.submit(row) for row in (*ROWS[:2], guilty, ROWS[3])]
+    answers = finished(served, tickets)
+    assert answers == [*texts(rows=ROWS[:2]), [], *texts(rows=ROWS[3:4])]
+    assert f"{type(error).__name__}: " in str(tickets[2].error)
+    assert [ticket.error for index, ticket in enumerate(tickets) if index != 2] == [None] * 3
+
+
+def test_an_error_of_the_host_costs_others_neither_pages_nor_the_texts_of_the_past(monkeypatch):
+    served = made("suffix")
+    finished(served, [served.submit(ROWS[1])])
+    pages, drafted = dict(served.pool.table._known), served.shared
+    guilty = dataclasses.replace(ROWS[0], logits_processors=(raises_in_a_batch,))
+    ticket = served.submit(guilty)
+    finished(served, [ticket])
+    assert "ZeroDivisionError: of a user" in str(ticket.error)
+    assert pages.items() <= served.pool.table._known.items()
+    jax.tree.map(np.testing.assert_array_equal, served.shared, drafted)
 
 
 def test_an_interruption_loses_no_token_of_those_who_go_on(monkeypatch):
