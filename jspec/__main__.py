@@ -1,6 +1,6 @@
 """``python -m jspec`` is the command ``jspec``."""
 
-from jspec.cli.main import main
+from jspec.cli.main import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -1,6 +1,7 @@
 """``AsyncLLM``: an ``LLM`` for asyncio, whose requests join one running batch."""
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 _MOST_ROUNDS = 32  # of a launch
 _COMPILERS = 2  # programs that are compiled at a time
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
+_EXIT_SECONDS = 60  # that the end of the process waits for a launch, which may compile first
 _CLOSED = "AsyncLLM is closed; make another one."
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
@@ -44,7 +46,7 @@ class AsyncLLM:
 
     A request joins whenever it comes, if a slot is free, and has the text that ``LLM.generate``
     gives it. A reader that leaves (a cancelled task, ``break`` and ``aclose``) aborts its request
-    within one launch. Use it as a context manager, or ``close`` it.
+    within one launch. Use it as a context manager, or ``close`` it; the end of the program does.
 
     Args:
       llm: the loaded models. Its ``max_num_seqs`` is the number of slots, and its
@@ -86,6 +88,7 @@ class AsyncLLM:
         self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", _CLOSED)
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._close_at_exit)  # a thread inside XLA would abort the process
 
     def __enter__(self) -> "AsyncLLM":
         return self
@@ -308,11 +311,16 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End all requests and the thread, and wait for it: for a launch at most."""
+        atexit.unregister(self._close_at_exit)
         self._inbox.put(None)
         self._thread.join()
         self._grammars.close()
         self._has_closed.set()
         self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _close_at_exit(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(_EXIT_SECONDS)
 
     # -------------------------------------------------------------------------------- the thread
 

@@ -1,7 +1,9 @@
 """The command ``jspec``. No library module sets environment variables."""
 
 import _thread
+import contextlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -26,12 +28,32 @@ from jspec.cli.tune import tune
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+_WAS_INTERRUPTED = threading.Event()
+
 app = typer.Typer(
     help="Lossless speculative decoding in JAX.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def run() -> None:
+    """Run ``main`` as a process, which ends at once if it was interrupted.
+
+    XLA compiles in threads of its own and goes on after Ctrl-C. At the usual end of Python, JAX
+    frees the devices that these threads use: a segmentation fault.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        if not _WAS_INTERRUPTED.is_set():
+            raise
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed
+                stream.flush()
+        os._exit(end.code)
 
 
 def main() -> None:
@@ -75,6 +97,7 @@ def _interrupted(_: int, frame: Any) -> None:
     if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
         threading.Timer(0.01, _thread.interrupt_main).start()
         return
+    _WAS_INTERRUPTED.set()
     raise KeyboardInterrupt
 
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import queue
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -196,6 +198,23 @@ def test_after_close_requests_are_refused_and_running_ones_end_with_an_error(llm
     asyncio.run(close())
     assert llm.runtime.pool.table.num_used == 0
     assert llm.generate("x", params(0))[0].finished
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_close_it_ends_in_the_middle_of_a_text(llm):
+    program = f"""
+import asyncio, jspec
+from jspec.api.async_llm import AsyncLLM
+llm = jspec.LLM({str(llm.build.model.path)!r}, max_num_seqs=2, max_model_len=256)
+served = AsyncLLM(llm)
+async def first():
+    running = await served.submit("x", jspec.SamplingParams(max_tokens=200, ignore_eos=True))
+    print((await anext(running)).finished)
+asyncio.run(first())
+"""
+    for _ in range(5):  # it crashed in one of five runs
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, "False\n", "")
 
 
 def test_an_error_of_the_model_reaches_every_reader(llm, monkeypatch):

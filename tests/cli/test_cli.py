@@ -5,8 +5,10 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 
 import pytest
@@ -195,6 +197,29 @@ def test_an_interrupt_during_garbage_collection_is_not_lost():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
+def test_an_interrupt_while_programs_compile_ends_the_process_with_130(models, tmp_path, seconds):
+    """XLA compiles in threads of its own, which the end of Python must not pull the rug from."""
+    words = "import signal; from jspec.cli.main import run\n"
+    words += (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored if in background
+    )
+    command = [sys.executable, "-c", words + "run()", "generate", models["target"], PROMPT]
+    settings = {**os.environ, "JAX_LOG_COMPILES": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        ran = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        while "Compiling jit(launch)" not in log.read_text() and ran.poll() is None:
+            time.sleep(0.02)
+        time.sleep(seconds)
+        ran.send_signal(signal.SIGINT)
+        assert (ran.wait(120), ran.stdout.read()) == (130, b"")
+    finally:
+        ran.kill()
 
 
 def test_the_version_is_that_of_the_distribution(jspec):
