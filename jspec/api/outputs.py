@@ -11,6 +11,10 @@ from jspec.core.logprobs import Logprobs
 from jspec.engine import answers
 from jspec.engine.answers import Answer
 
+# The settings that forbid tokens.
+_LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+_LIMITS += ("logits_processors",)
+
 
 @dataclasses.dataclass
 class Logprob:
@@ -26,7 +30,8 @@ class CompletionOutput:
     """One generated text.
 
     ``finish_reason`` is "stop", "length", None while it runs, or "error" if every token had
-    probability 0 (NaN or fully masked logits). The text before the error is there.
+    probability 0 (NaN or fully masked logits). The text before the error is there, and
+    ``stop_reason`` is a sentence that names the cause.
     """
 
     index: int  # among the request's ``n`` texts
@@ -63,6 +68,16 @@ class RequestOutput:
     def speculative_decoding_stats(self) -> dict[str, Any] | None:
         """The statistics of the first text; each of ``outputs`` has its own."""
         return self.outputs[0].speculative_decoding_stats
+
+
+def _why_no_token(params: SamplingParams, num_tokens: int) -> str:
+    """Return why every token had probability 0, as far as settings decide it."""
+    start = f"after {num_tokens} tokens every token has probability 0"
+    names = [name for name in _LIMITS if getattr(params, name)]
+    if not names:
+        return f"{start}: the model's logits are NaN; check its weights."
+    together = f"{' and '.join(names)} forbid" if len(names) > 1 else f"{names[0]} forbids"
+    return f"{start}: {together} them all, or the model's logits are NaN; allow more."
 
 
 class Transcript:
@@ -106,6 +121,8 @@ class Transcript:
         if rest and self._stopped(rest, answer, len(answer.tokens)):
             return True
         self.finish_reason = answer.finish_reason
+        if answer.finish_reason == "error":
+            self.stop_reason = _why_no_token(self._params, len(answer.tokens))
         if answer.stop_token is not None and answer.stop_token not in self._eos:
             self.stop_reason = answer.stop_token
         return False

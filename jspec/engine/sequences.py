@@ -24,7 +24,6 @@ PARAMETERS: dict[str, Parameter] = FILTERS | {
 }
 _LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids")
 _LISTS += ("bad_words", "logits_processors")
-_MAY_LEAVE_NO_TOKEN = ("min_tokens", "allowed_token_ids", "bad_words")  # beside a grammar
 
 _Parameters = dataclasses.make_dataclass(
     "_Parameters",
@@ -41,7 +40,8 @@ class SequenceParams(_Parameters):
     Every name in ``PARAMETERS`` is an attribute too, with the meaning that it has in
     ``jspec.SamplingParams``. Its default changes nothing: temperature 0, which is greedy.
     ``logits_processors`` apply in order. One that leaves no token where a ``grammar`` applies
-    overrides the grammar there.
+    overrides the grammar there. All limits on tokens hold together; where they leave no token, the
+    text ends with the finish reason "error".
     """
 
     prompt: tuple[int, ...]  # token ids, at least one
@@ -96,12 +96,6 @@ class SequenceParams(_Parameters):
                 f"allowed_token_ids={shown(self.allowed_token_ids)} all end a text, which "
                 f"min_tokens={self.min_tokens} forbids at first; allow another token, or set "
                 "min_tokens=0."
-            )
-        clash = next((name for name in _MAY_LEAVE_NO_TOKEN if getattr(self, name)), None)
-        if clash and (self.grammar or self.followed_grammar):
-            raise ValueError(
-                f"{clash}={shown(getattr(self, clash))} and a grammar (structured_outputs) may "
-                "leave no token at all; leave one of the two out."
             )
 
     @property

@@ -21,9 +21,6 @@ from jspec.server.fields import GenerationFields
 from jspec.server.metrics import Observer
 from jspec.util.messages import printable
 
-_NO_TOKEN = (
-    "every token had probability 0: the model's logits are NaN, or the request forbids all tokens."
-)
 SHORT_BYTES = 64 << 10  # of a body that is worked on at once
 _LONG_THREADS = 2  # bodies above it that are worked on at a time
 
@@ -185,8 +182,9 @@ class Batch:
                     index = await came.get()
                 output = waiting.pop(index).result()
                 self._watched[index].see(output)
-                if any(text.finish_reason == "error" for text in output.outputs):
-                    raise RequestError(_NO_TOKEN, status=500)
+                for text in output.outputs:
+                    if text.finish_reason == "error":
+                        raise RequestError(str(text.stop_reason), status=500)
                 yield index, output
                 if not output.finished:
                     wait_for(index)
