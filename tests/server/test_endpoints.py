@@ -153,6 +153,13 @@ def test_a_bad_conversation_is_refused(http, changes, status, words):
     assert words in message
 
 
+def test_limits_that_leave_no_token_are_named_and_harm_no_other_request(http):
+    limits = {"structured_outputs": {"choice": ["a", "b"]}, "bad_words": ["a", "b"]}
+    message, _ = error_of(http.post("/v1/completions", json=COMPLETION | limits), 500)
+    assert "structured_outputs and bad_words forbid them all" in message
+    assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
 def test_a_chat_without_a_template_has_a_remedy_and_no_path(llm, http, monkeypatch):
     tokenizer = llm.get_tokenizer()
     monkeypatch.setattr(tokenizer, "chat_template", None)
