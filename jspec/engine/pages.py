@@ -119,8 +119,7 @@ class PageTable:
     def drop(self, pages: Sequence[int], *, is_clean: bool = True) -> None:
         """Count one holder less of the pages of a sequence, the end of its text first.
 
-        Unless ``is_clean``, they may hold NaN. So may all pages of windowed layers: a text goes on
-        when its window has left NaN behind.
+        Unless ``is_clean``, they may hold NaN, as may those that a window has left behind.
         """
         for page in filter(None, reversed(pages)):
             self.holders[page] -= 1
@@ -143,9 +142,7 @@ class PageTable:
     def forget_pages(self, pages: Iterable[int]) -> None:
         """Know these pages no more."""
         for page in pages:
-            digest = self._digests.pop(page, None)
-            if digest is not None:
-                del self._known[digest]
+            self._known.pop(self._digests.pop(page, b""), None)
 
 
 def digests_of(
@@ -239,9 +236,8 @@ class Pool:
         unclean = sorted(self.table.unclean.intersection(pages))
         self.table.unclean.difference_update(unclean)
         for first in range(0, len(unclean), _CLEARED):
-            ids = np.full(_CLEARED, len(self.table.holders), np.int32)  # outside: dropped
-            part = unclean[first : first + _CLEARED]
-            ids[: len(part)] = part
+            ids = np.full(_CLEARED, _NOBODY, np.int32)
+            ids[: len(unclean) - first] = unclean[first : first + _CLEARED]
             self.buffers = _cleared(self.buffers, ids)
 
     def reserve(self, count: int) -> bool:
@@ -267,6 +263,7 @@ class Pool:
         self.most = max(len(self.table.holders), min(self.most, count))
         self.table.add(self.most - len(self.table.holders))
         self.renew()
+        self.buffers = _cleared(self.buffers, np.full(_CLEARED, _NOBODY, np.int32))  # compile it
 
     def lend(self, state: DecodeState) -> DecodeState:
         """Return ``state`` with the buffers, for a program that consumes it."""
@@ -339,8 +336,7 @@ class Holding:
         if taken is None:
             table.drop(known)
             return None
-        self.pages, self._num_shared = known + taken, len(known)
-        self._num_known = len(known)
+        self.pages, self._num_shared, self._num_known = known + taken, len(known), len(known)
         self.pool.queries += len(text) - 1
         self.pool.hits += len(known) * size
         return len(known) * size
@@ -452,4 +448,4 @@ def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 @functools.partial(jax.jit, donate_argnames="buffers")
 def _cleared(buffers: tuple[Any, ...], pages: np.ndarray) -> tuple[Any, ...]:
-    return jax.tree.map(lambda pool: pool.at[pages].set(0, mode="drop"), buffers)
+    return jax.tree.map(lambda pool: pool.at[pages].set(0), buffers)
