@@ -39,15 +39,16 @@ app = typer.Typer(
 
 
 def run() -> None:
-    """Run ``main`` as a process, which ends at once if it was interrupted.
+    """Run ``main`` as a process, which ends at once if it was interrupted or still compiles.
 
     XLA compiles in threads of its own and goes on after Ctrl-C. At the usual end of Python, JAX
-    frees the devices that these threads use: a segmentation fault.
+    frees the devices that these threads use: a segmentation fault. Threads of a closed server that
+    compile would hold up the end for minutes.
     """
     try:
         main()
     except SystemExit as end:
-        if not _WAS_INTERRUPTED.is_set():
+        if not (_WAS_INTERRUPTED.is_set() or _still_compiles()):
             raise
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -68,9 +69,7 @@ def main() -> None:
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     try:
-        code = app(words, prog_name="jspec", standalone_mode=False) or 0
-        _leave_compilers(code)
-        sys.exit(code)
+        sys.exit(app(words, prog_name="jspec", standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -81,15 +80,12 @@ def main() -> None:
         sys.exit(2)
 
 
-def _leave_compilers(code: int) -> None:
-    """Exit if a closed server still compiles: the interpreter would wait for it, for minutes."""
+def _still_compiles() -> bool:
+    """Return whether a closed server compiles, after half a second for what is nearly done."""
     compilers = [each for each in threading.enumerate() if each.name.startswith("jspec-compiler")]
     for thread in compilers:
         thread.join(0.5)
-    if any(thread.is_alive() for thread in compilers):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return any(thread.is_alive() for thread in compilers)
 
 
 def _interrupted(_: int, frame: Any) -> None:
