@@ -276,7 +276,7 @@ def rejection_sampling(
       draft: with N rows of ``logits``. A reduced vocabulary is expanded to V first.
       tree: of the draft.
       uniforms: in [0, 1), [B, N]; number i decides node i, number 0 is unused.
-      uniform: [B, 2], from ``sampling.round_noise``; draws the token.
+      uniform: [B, 2], from ``sampling.round_noise``; the key of the token's noise.
       rule: "rejection", or "block", which is traversal verification for trees; static.
       max_children: of a node; None reads it from ``draft.parents``, if they are static.
       implementation: as for ``attention``.

@@ -31,7 +31,8 @@ _LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # devices flush less to 0, whic
 DRAFT, ACCEPT, RESIDUAL, BRANCH = 1, 2, 3, 4
 _RANK_BITS = 24
 
-_BLOCK = 64  # tokens looked at together by ``draw`` and ``top_k``
+DRAW_BLOCK = 2048  # tokens of a block of ``draw``
+_BLOCK = 64  # tokens looked at together by ``top_k``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,8 +275,8 @@ def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
     """Return ``count`` uniforms of one round for one purpose: float32 [B, count, 2].
 
     A uniform in [0, 1) has steps of 2**-48. It is the sum of a coarse part, a multiple of 2**-24,
-    and a fine part below 2**-24; float32 holds one of them. Acceptance reads the coarse part;
-    ``draw`` reads both. ``root`` [B] is the position of the round's root.
+    and a fine part below 2**-24; float32 holds one of them. Acceptance reads the coarse part. Both
+    are the key of ``draw``. ``root`` [B] is the position of the round's root.
     """
     return round_noise_at(keys, root, purpose, jnp.arange(count))
 
@@ -301,44 +302,81 @@ def _words(keys: Array, position: Array, rank: Array) -> tuple[Array, Array]:
 def draw(log_weights: Array, uniform: Array) -> Array:
     """Draw token ids, int32 [B], from unnormalised log-weights [B, V].
 
-    Inverse CDF over blocks, then over the tokens of one block. Sums stay short, so float32 rounding
-    stays near 1e-6 at V = 150k, and one uniform replaces V Gumbels. The coarse part chooses the
-    block; the fine part counts once the mass before the block is subtracted. Without it most of
-    150k tokens, narrower than 2**-24, would be drawn always or never. ``uniform`` [B, 2] comes
-    from ``round_noise``; another shape raises ValueError.
+    Gumbel-max over blocks of tokens by their mass, then over the tokens of the block that won. The
+    first race gives a block its probability, and the second a token its probability in the block.
+    So V / DRAW_BLOCK + DRAW_BLOCK Gumbels replace V.
+
+    Last bits of the weights change a token only where the two best of a race nearly tie. The
+    inverse CDF has V boundaries, and the rounding of a sum over V tokens moves most of them.
+
+    ``uniform`` [B, 2] comes from ``round_noise`` and is the key of the noise, which belongs to
+    blocks and token ids; another shape raises ValueError.
     """
-    vocab = log_weights.shape[-1]
-    if uniform.shape != (len(log_weights), 2):
+    blocks = _blocks(log_weights, uniform)
+    block = argmax(_block_scores(blocks, uniform))
+    token = argmax(_token_scores(blocks, uniform, block)) + block * blocks.shape[-1]
+    return jnp.minimum(token, log_weights.shape[-1] - 1)  # in range even where all are NaN
+
+
+def draw_gap(log_weights: Array, uniform: Array, token: Array) -> Array:
+    """Return by how much log-weights must change for ``draw`` to give ``token`` int32 [B]: [B].
+
+    It is 0 for the token that ``draw`` gives, and infinite for one without weight.
+    """
+    blocks = _blocks(log_weights, uniform)
+    block, rank = token // blocks.shape[-1], token % blocks.shape[-1]
+
+    def behind(scores: Array, index: Array) -> Array:
+        return scores.max(-1) - jnp.take_along_axis(scores, index[:, None], -1)[:, 0]
+
+    gap = behind(_block_scores(blocks, uniform), block)
+    return gap + behind(_token_scores(blocks, uniform, block), rank)
+
+
+def _blocks(log_weights: Array, uniform: Array) -> Array:
+    """Split log-weights [B, V], relative to the largest, into blocks [B, V / size, size]."""
+    batch, vocab = log_weights.shape
+    if uniform.shape != (batch, 2):
         raise ValueError(
-            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}; pass both "
-            "parts, such as round_noise(...)[:, i]."
+            f"uniform of shape {uniform.shape} must be [B, 2] = {(batch, 2)}; pass both parts, "
+            "such as round_noise(...)[:, i]."
         )
+    size = min(vocab, DRAW_BLOCK)
     peak = log_weights.max(-1, keepdims=True)
-    weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK)))
-    weights = weights.reshape(-1, -(-vocab // _BLOCK), _BLOCK)
-    sums = weights.sum(-1)
-    total = sums.sum(-1, keepdims=True)
-    total = jnp.where(total > 0, total, 1)
-    coarse, fine = uniform.astype(weights.dtype).T
-    block, before = _first_above(sums / total, coarse)
-    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0] / total
-    token, _ = _first_above(inside, coarse - before + fine)
-    return jnp.minimum(block * _BLOCK + token, vocab - 1)  # in range even where all weights are 0
+    # Small numbers keep more digits when noise is added, and their exponentials do not overflow.
+    relative = log_weights - jnp.where(jnp.isneginf(peak), 0, peak)
+    padding = ((0, 0), (0, -vocab % size))
+    return jnp.pad(relative, padding, constant_values=-jnp.inf).reshape(batch, -1, size)
 
 
-def _first_above(weights: Array, point: Array) -> tuple[Array, Array]:
-    """Return the first index whose running sum exceeds ``point`` [B], and the sum before it.
+def _block_scores(blocks: Array, uniform: Array) -> Array:
+    """Return the log-masses of ``blocks`` with their noise: [B, V / size]."""
+    noise = block_noise(uniform, blocks.shape[1])
+    return jnp.log(jnp.exp(blocks).sum(-1)) + noise.astype(blocks.dtype)
 
-    The index has positive weight: parallel running sums are rounded and can rise at a weight of 0.
-    If rounding leaves no such index, the last one of positive weight.
-    """
-    running = jnp.cumsum(weights, -1)
-    above = (running > point[:, None]) & (weights > 0)
-    last = weights.shape[-1] - 1 - jnp.argmax(jnp.flip(weights > 0, -1), -1)
-    index = jnp.where(above.any(-1), jnp.argmax(above, -1), last).astype(jnp.int32)
-    taken = lambda x: jnp.take_along_axis(x, index[:, None], -1)[:, 0]
-    return index, taken(running) - taken(weights)
+
+def _token_scores(blocks: Array, uniform: Array, block: Array) -> Array:
+    """Return log-weights of the tokens of ``block`` [B] with their noise: [B, size]."""
+    size = blocks.shape[-1]
+    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    tokens = block[:, None] * size + jnp.arange(size)
+    return inside + token_noise(uniform, tokens).astype(blocks.dtype)
+
+
+def token_noise(uniform: Array, tokens: Array) -> Array:
+    """Return the Gumbel noise of a draw for ``tokens`` [B, n]: float32 [B, n]."""
+    return _draw_noise(uniform, jnp.uint32(0), tokens)
+
+
+def block_noise(uniform: Array, count: int) -> Array:
+    """Return the Gumbel noise of a draw for its ``count`` blocks: float32 [B, count]."""
+    return _draw_noise(uniform, jnp.uint32(1), jnp.arange(count)[None])
+
+
+def _draw_noise(uniform: Array, kind: Array, index: Array) -> Array:
+    """Return Gumbel noise whose address is the 48 random bits of ``uniform``, kind and index."""
+    words = (uniform * jnp.array([2**24, 2**48], uniform.dtype)).astype(jnp.uint32)
+    return _gumbel(*threefry((words[:, :1], words[:, 1:]), (kind, index.astype(jnp.uint32))))
 
 
 def log_residual(log_p: Array, log_q: Array) -> Array:

@@ -4,20 +4,21 @@
 2. Acceptance works on scalars: peaks and log-totals give p and q of the drafted tokens. Refusals
    change the distribution of one node per row, and kernel ``masses`` sums its new mass. No
    distribution is ever stored.
-3. The draw takes the masses of the final distribution's segments, then one segment in full.
+3. The draw is that of ``jspec.core.sampling.draw``: a segment of the final distribution by its
+   mass, then a token of the segment.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.core import sampling
 from jspec.kernels.rejection_sampling.distributions import (
     DraftDistribution,
     Filters,
     Form,
     Proposal,
     Refusal,
-    first_above,
     weights,
 )
 from jspec.kernels.rejection_sampling.rows import (
@@ -126,9 +127,9 @@ def _judge(rows: Rows, children: Children, node: Array, form: Form):
 
 
 def _draw(rows: Rows, end: End, uniform: Array) -> Array:
-    """Draw by inverse CDF in two steps: a segment by its mass, then a token of it. int32 [B].
+    """Draw by Gumbel-max in two steps: a segment by its mass, then a token of it. int32 [B].
 
-    ``uniform`` [B, 2] is a coarse and a fine part; the fine part is added after the coarse sums.
+    ``uniform`` [B, 2] is the key of the noise of segments and tokens.
     """
     index = rows.at(end.node)
     target, draft = rows.distributions_at(index, end.absent)
@@ -136,9 +137,8 @@ def _draw(rows: Rows, end: End, uniform: Array) -> Array:
     # The mass after a refusal is 0 only where p = q up to rounding.
     refused = masses.after.sum(-1) > 0
     segments = jnp.where(refused[:, None], masses.after, masses.before)
-    total = segments.sum(-1, keepdims=True)
-    coarse, fine = uniform.T
-    segment, below = first_above(segments / total, coarse)
+    noise = sampling.block_noise(uniform, segments.shape[1])
+    segment = sampling.argmax(jnp.log(segments) + noise)
     vocab = rows.logits.shape[1]
     width = min(rows.kernels.segment, vocab)
     first = segment * width
@@ -151,5 +151,4 @@ def _draw(rows: Rows, end: End, uniform: Array) -> Array:
     before, after, _ = weights(*streams, token, *columns)
     inside = jnp.where(refused[:, None], after, before)
     inside = jnp.where(token >= first[:, None], inside, 0.0)
-    chosen, _ = first_above(inside / total, coarse - below + fine)
-    return start + chosen
+    return start + sampling.argmax(jnp.log(inside) + sampling.token_noise(uniform, token))

@@ -273,15 +273,3 @@ def wrong_dtype(*arrays: Array | None) -> str | None:
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"takes bfloat16, float16 or float32 logits, not {x.dtype}"
     return None
-
-
-def first_above(values: Array, point: Array) -> tuple[Array, Array]:
-    """Return the first index whose running sum exceeds ``point`` [M], and the sum before it.
-
-    Only indices of positive values [M, W] count; the last of them if rounding leaves none.
-    """
-    index = jnp.arange(values.shape[-1], dtype=jnp.int32)
-    above = (jnp.cumsum(values, -1) > point[:, None]) & (values > 0)
-    last = jnp.where(values > 0, index, 0).max(-1)
-    chosen = jnp.minimum(jnp.where(above, index, values.shape[-1]).min(-1), last)
-    return chosen, jnp.where(index < chosen[:, None], values, 0.0).sum(-1)

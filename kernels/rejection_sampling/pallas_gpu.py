@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec.core.sampling import DRAW_BLOCK
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
@@ -34,7 +35,7 @@ VECTOR = 4  # logits per read of a thread
 
 # Multiples of 512; chunks of 16 tokens per thread. Three sums per pass should cost about as much as
 # the read.
-BLOCKS = Blocks(chunk=2048, segment=2048, pass_bits=2)
+BLOCKS = Blocks(chunk=2048, segment=DRAW_BLOCK, pass_bits=2)
 
 
 def rejection_sampling(

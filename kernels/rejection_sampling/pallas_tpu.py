@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jspec.core.sampling import DRAW_BLOCK
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
@@ -35,7 +36,7 @@ OTHER_BYTES = 8 * 2**20
 
 # A chunk takes 16 registers per value. Vector memory is near, and more bits per pass would spill
 # registers.
-BLOCKS = Blocks(chunk=2048, segment=2048, pass_bits=1)
+BLOCKS = Blocks(chunk=2048, segment=DRAW_BLOCK, pass_bits=1)
 
 
 def rejection_sampling(

@@ -27,17 +27,14 @@ def rejection_sampling(
       filters: of every row [B].
       proposal: a draft; its parents precede their children.
       uniforms: in [0, 1), [B, N]; entry i decides node i, entry 0 is not used.
-      uniform: [B, 2], the token's by inverse CDF: a coarse and a fine part, to be added.
+      uniform: [B, 2], the key of the token's noise: see ``jspec.core.sampling.draw``.
       form: static properties.
 
     Returns:
       path int32 [B, max_depth + 1], 0 below its end; num_accepted int32 [B]; token int32 [B].
     """
     path, num_accepted, probs = judge(logits, filters, proposal, uniforms, form)
-    running = jnp.cumsum(probs, -1)
-    coarse, fine = uniform[:, :1], uniform[:, 1:]
-    above = (running / running[:, -1:] - coarse > fine) & (probs > 0)
-    return path, num_accepted, jnp.argmax(above, -1).astype(jnp.int32)
+    return path, num_accepted, sampling.draw(jnp.log(probs), uniform)
 
 
 def judge(

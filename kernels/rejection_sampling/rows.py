@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
 
     distributions: Callable[..., TargetDistribution]
     masses: Callable[..., Masses]
-    segment: int  # tokens per mass
+    segment: int  # tokens per mass, and the block of a draw
 
 
 class End(NamedTuple):

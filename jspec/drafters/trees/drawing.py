@@ -117,7 +117,7 @@ class Drawing:
         return self.history.length - 1
 
     def _draw_one(self, distribution, nodes) -> Children:
-        """Draw one child of each node by inverse CDF; greedy rows hold one token of weight."""
+        """Draw one child of each node; greedy rows hold one token of weight."""
         uniform = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
         per_node = jnp.broadcast_to(distribution, (*uniform.shape[:2], distribution.shape[-1]))
         ids = sampling.draw(per_node.reshape(-1, distribution.shape[-1]), uniform.reshape(-1, 2))
