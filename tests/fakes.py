@@ -21,6 +21,7 @@ token given the one before it) and records the distributions. ``TreeTableDrafter
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -248,15 +249,23 @@ class BushDrafter(_Chain):
         return Draft(drafted, parents, valid, max_depth=self.max_depth), memory
 
 
+def by_mass(log_weights, uniform):
+    """Draw by inverse CDF: the token is a function of the uniform that acceptance would read."""
+    running = jnp.cumsum(jax.nn.softmax(log_weights, -1), -1)
+    return jnp.minimum((running <= uniform[:, :1]).sum(-1), log_weights.shape[-1] - 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class TableDrafter(_Chain):
     """A drafter that samples a chain from ``params.drafter`` [V, V], processed like the target.
 
-    ``ragged`` cuts chains to 0..K tokens by a hash of the row's key and the position.
+    ``ragged`` cuts chains to 0..K tokens by a hash of the row's key and the position. ``draw``
+    draws a token with noise of its own.
     """
 
     noise: str = "own"
     ragged: bool = False
+    draw: Callable = sampling.draw
     proposal = "chain"
 
     def propose(self, params, request, shared, memory, history):
@@ -271,7 +280,7 @@ class TableDrafter(_Chain):
                 position = history.length + index
                 token = sampling.draw_target(distribution, request.sampling, request.keys, position)
             else:
-                token = sampling.draw(distribution, uniform)
+                token = self.draw(distribution, uniform)
             return token, (token, distribution)
 
         steps = (jnp.arange(count), jnp.moveaxis(uniforms, 1, 0))

@@ -26,13 +26,14 @@ from jspec.kernels.rejection_sampling.shapes import CASES
 from jspec.verify import RULES, verify
 from tests.kernels.drafts import random_draft, settings, trace
 
-SCALED_DOWN = 2052  # tokens: several chunks and segments, the last ones almost empty
+# Tokens: several chunks and segments, the last ones almost empty.
+SCALED_DOWN = 2 * sampling.DRAW_BLOCK + 4
 SIMULATED = dict(
     interpret=pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )
 )
-SHORT = pallas_tpu.BLOCKS._replace(chunk=512, segment=512)  # several blocks per vocabulary
+SHORT = pallas_tpu.BLOCKS._replace(chunk=512)  # several chunks per vocabulary
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 each_judged_case = pytest.mark.parametrize(

@@ -31,8 +31,7 @@ _ROUNDS = 2  # consecutive rounds: noise that is used twice shows in the next ro
 _BINS, _COARSE_BINS = 20, 8  # of a quantile by itself, and of pairs
 _ORDERS = ("the likeliest first", "by id")
 _FEW = 100  # fewer draws show nothing
-# Rounding of float32 sums: of masses, and of log-weights with their noise.
-_TOLERANCES = (2e-5, 2e-4)
+_TOLERANCE = 2e-4  # rounding of log-weights and their noise in float32
 _RECOGNISED = 0.5  # below this share of the misses by chance, the noise is jspec.core.sampling's
 
 
@@ -95,7 +94,7 @@ def _observe(
         request = batch.request.replace(keys=fold(batch.request.keys, seed + repeat))
         shared, state = first_shared, batch.state
         for observations in rounds:
-            shape = (len(batch.state.done), plan.drafter.tree_size)
+            shape = (len(batch.state.done), plan.drafter.tree_size, 2)
             share = rng.random(shape, np.float32)
             shared, state, seen = watch(watched, params, request, shared, state, share)
             observations.append(jax.tree.map(lambda x: x[: len(rows)], jax.device_get(seen)))
@@ -161,7 +160,7 @@ def _replayed(name: str, rounds: list[Observation]) -> Iterator[Finding]:
     off_token = np.concatenate([1 - each.probability for each in rounds])[..., None]
     drawn = ~np.isnan(misses)
     expected = np.where(drawn, off_token, 0).sum(0)  # [N, 2], misses if the noise were another
-    counts = (misses > np.array(_TOLERANCES)).sum(0)
+    counts = (misses > _TOLERANCE).sum(0)
     recognised = (expected > 20) & (counts < _RECOGNISED * expected)
     if recognised.any():
         fewest = np.where(recognised, counts, np.iinfo(counts.dtype).max).min(1)
@@ -193,10 +192,14 @@ def _events(index: int, seen: Observation) -> Iterator[_Event]:
             yield _Event(f"whether node {node} is valid", (index, 0, node), values, False)
         if (~np.isnan(quantiles)).sum() >= _FEW:
             yield _Event(f"the draw of node {node}", (index, 0, node), quantiles, True)
-    last = seen.uniforms.shape[1] - 1
-    for node in range(1, last + 1):  # the root's uniform is not used
-        words = "the residual's uniform" if node == last else f"the uniform of node {node}"
+    count = seen.uniforms.shape[1]
+    for node in range(1, count):  # the root's uniform is not used
+        words = f"the uniform of node {node}"
         yield _Event(words, (index, 1, node), seen.uniforms[:, node], True)
+    for node in range(1, count):
+        if (~np.isnan(seen.residual[:, node])).sum() >= _FEW:
+            words = f"the residual's draw from the distribution of node {node}"
+            yield _Event(words, (index, 1, count), seen.residual[:, node], True)
 
 
 def _noise(name: str, rounds: list[Observation]) -> Finding:

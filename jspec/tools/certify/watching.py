@@ -42,11 +42,13 @@ class Observation:
     broken: Array  # [B, len(CONDITIONS)] bool
     valid: Array  # [B, N] bool
     quantiles: Array  # [B, N, 2] float32 in [0, 1): likeliest tokens first, and by id
-    uniforms: Array  # [B, N+1] float32, the verifier's: one per node, then the residual's
+    uniforms: Array  # [B, N] float32, the verifier's, one per node
+    # [B, N] float32 in [0, 1): quantile by id of the token that the noise of the residual would
+    # draw from the distribution of each node.
+    residual: Array
     probability: Array  # [B, N] float32, of the drawn token in the recorded distribution
-    # [B, N, 2] float32: distance of the drawn token from the token that the recorded distribution
-    # and the noise of jspec.core.sampling give: by inverse CDF (``round_noise_at``, in mass) and by
-    # Gumbel-max (``node_noise``, in log-weights). 0: they are the same.
+    # [B, N, 2] float32: by how much log-weights must change until the recorded distribution gives
+    # the drawn token by the noise of jspec.core.sampling: of ``draw``, and of ``node_noise``.
     misses: Array
 
 
@@ -91,23 +93,22 @@ def watch(
 ) -> tuple[Shared, DecodeState, Observation]:
     """Run one ``step`` of an ``observed`` plan; no argument is donated.
 
-    ``share`` [B, N] is the random share of the drawn tokens' own mass, independent of the loop.
+    ``share`` [B, N, 2] is the random share of the own mass of two tokens: the drawn one, and the
+    one that the noise of the residual would draw. It is independent of the loop.
     """
     history, root = state.history, state.history.length - 1
     shared, state = step(plan, params, request, shared, state)
     memory, draft = state.memory
     count = plan.drafter.tree_size
-    uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
-    residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
-    uniforms = jnp.concatenate([uniforms, residual], 1)[..., 0]
+    uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(state.done))
     drawn = draft.drawn & draft.valid & (jnp.arange(count) > 0)
     structure = _structure(plan, root_token(history), draft, tree)
-    broken, (quantiles, probability, misses) = _measure(
+    broken, (quantiles, residual, probability, misses) = _measure(
         request.keys, root, draft, drawn, plan.drafter.proposal, share
     )
     broken = jnp.concatenate([structure, broken], 1)
-    seen = Observation(broken, draft.valid, quantiles, uniforms, probability, misses)
+    seen = Observation(broken, draft.valid, quantiles, uniforms, residual, probability, misses)
     return shared, state.replace(memory=memory), seen
 
 
@@ -142,18 +143,18 @@ def _siblings(draft: Draft) -> Array:
 
 
 def _measure(keys, root, draft: Draft, drawn: Array, proposal: str, share: Array):
-    """The last two conditions [B, 2]; and quantiles, probability and misses of the drawn nodes."""
+    """The last two conditions [B, 2], and the last four measurements of the drawn nodes."""
     shape = draft.tokens.shape
     if draft.logits is None or proposal == "deterministic":  # no rule reads what is recorded
         none = jnp.full((*shape, 2), jnp.nan)
-        return jnp.zeros((len(root), 2), bool), (none, none[..., 0], none)
+        return jnp.zeros((len(root), 2), bool), (none, none[..., 0], none[..., 0], none)
     parents = jnp.clip(jnp.broadcast_to(draft.parents, shape), 0)
     removed = _removed(proposal, draft, drawn)
     one = lambda node: _quantile(keys, root, draft, parents, removed, share, node)
     # Node by node, so that one distribution per row is in memory: [N, B] to [B, N].
     nodes = lax.map(one, jnp.arange(shape[1]))
     normal, *values = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), nodes)
-    possible = values[1] > 0
+    possible = values[2] > 0
     broken = jnp.stack([(drawn & ~normal).any(1), (drawn & normal & ~possible).any(1)], 1)
     usable = drawn & normal & possible
     mask = lambda x: jnp.where(usable.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan)
@@ -174,7 +175,7 @@ def _removed(proposal: str, draft: Draft, drawn: Array) -> Array:
 
 
 def _quantile(keys, root, draft: Draft, parents: Array, removed: Array, share: Array, node: Array):
-    """One node of all rows: has a distribution [B], quantiles [B, 2], probability, misses."""
+    """One node of all rows: has a distribution [B], then the last four of an ``Observation``."""
     parent = parents[:, node]
     row = jnp.take_along_axis(draft.logits, parent[:, None, None], 1, mode="clip")[:, 0]
     row = row.astype(jnp.promote_types(row.dtype, jnp.float32))
@@ -192,15 +193,21 @@ def _quantile(keys, root, draft: Draft, parents: Array, removed: Array, share: A
     smaller_id = jnp.arange(size) < token
     likelier = (probs > p) | ((probs == p) & smaller_id)
     mass = lambda tokens: jnp.where(tokens, probs, 0).sum(-1)
-    low, own_share = mass(smaller_id), share[:, node] * p[:, 0]
-    quantiles = jnp.stack([mass(likelier) + own_share, low + own_share], -1)
-    quantiles = jnp.clip(quantiles, 0, 1 - 2**-24)
+    own_share = share[:, node, 0] * p[:, 0]
+    quantiles = jnp.stack([mass(likelier) + own_share, mass(smaller_id) + own_share], -1)
 
-    drafted = sampling.round_noise_at(keys, root, sampling.DRAFT, parent[:, None])[:, 0, 0]
-    by_uniform = jnp.maximum(jnp.maximum(low - drafted, drafted - low - p[:, 0]), 0)
+    key = sampling.round_noise(keys, root, sampling.RESIDUAL, 1)[:, 0]
+    other = sampling.draw(row, key)[:, None]
+    own_share = share[:, node, 1] * jnp.take_along_axis(probs, other, 1)[:, 0]
+    residual = mass(jnp.arange(size) < other) + own_share
+
+    key = sampling.round_noise_at(keys, root, sampling.DRAFT, parent[:, None])[:, 0]
+    by_key = sampling.draw_gap(row, key, token[:, 0])
     scores = row + sampling.node_noise(keys, root, parent[:, None], size)[:, 0].astype(row.dtype)
-    by_gumbel = scores.max(-1) - at_token(scores)[:, 0]
-    return normal, quantiles, p[:, 0], jnp.stack([by_uniform, by_gumbel], -1)
+    by_node = scores.max(-1) - at_token(scores)[:, 0]
+    inside = lambda x: jnp.clip(x, 0, 1 - 2**-24)
+    misses = jnp.stack([by_key, by_node], -1)
+    return normal, inside(quantiles), inside(residual), p[:, 0], misses
 
 
 def _draft_ids(draft: Draft, size: int) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify import drafts
 from jspec.tools.certify.watching import CONDITIONS
-from tests.fakes import ToyTarget, TreeTableDrafter, table
+from tests.fakes import ToyTarget, TreeTableDrafter, by_mass, table
 from tests.verify import test_mutations as mutations
 
 V, K = 16, 3
@@ -67,6 +67,7 @@ class Chain(jspec.NoDrafter):
     drawn_from: Callable = as_is
     recorded: Callable = as_is
     noise_of: Callable = own_noise
+    draw: Callable = sampling.draw
     keeps: Callable = all_nodes
     altered: Callable = tidy
 
@@ -81,7 +82,7 @@ class Chain(jspec.NoDrafter):
             distributions.append(
                 sampling.process_logits(params.drafter[drafted[-1]], request.sampling)
             )
-            drafted.append(sampling.draw(self.drawn_from(distributions[-1]), uniforms[:, i]))
+            drafted.append(self.draw(self.drawn_from(distributions[-1]), uniforms[:, i]))
         distributions = jnp.stack([*distributions, jnp.zeros_like(distributions[0])], 1)
         drafted = jnp.stack(drafted, 1)
         likely = jnp.cumprod(self.keeps(drafted[:, 1:], distributions), 1).astype(bool)
@@ -180,7 +181,10 @@ WRONG_CHAINS = {
     "drafted tokens of small probability are dropped": (Chain(keeps=likely), DISTRIBUTION),
     "bfloat16 is recorded of float32 draws": (Chain(recorded=rounded), REPLAY),
     "the residual reuses the draft's noise": (Chain(noise_of=residual_noise), NOISE),
-    "acceptance reuses the draft's noise": (Chain(noise_of=noise_for(sampling.ACCEPT)), NOISE),
+    "acceptance reuses the draft's noise": (
+        Chain(noise_of=noise_for(sampling.ACCEPT), draw=by_mass),
+        NOISE,
+    ),
     "noise is keyed by position": (Chain(noise_of=noise_of_positions), NOISE),
     "every round has the noise of the first": (Chain(noise_of=noise_of_rows), NOISE),
     "all nodes of a draft share their noise": (Chain(noise_of=one_uniform), NOISE),
