@@ -1,5 +1,8 @@
 """Sampling filters, the addresses of noise, and drawing."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,48 +197,89 @@ def test_nodes_of_a_sequence_share_its_settings():
 # ------------------------------------------------------------------------------------------- draw
 
 
-def boundaries(log_weights, tokens, dtype, steps):
-    """The largest u, up to 2**-steps, at which ``draw`` gives at most each of ``tokens``."""
-    rows = jnp.broadcast_to(jnp.asarray(log_weights, dtype), (len(tokens), len(log_weights)))
-    low, high = np.zeros(len(tokens)), np.ones(len(tokens))
-    for _ in range(steps):
-        middle = (low + high) / 2
-        below = np.asarray(draw(rows, jnp.asarray(middle, dtype))) <= tokens
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return low
+def drawn_tokens(log_weights, count, rows, dtype=jnp.float32):
+    """Tokens of ``count`` draws from log-weights [V], with noise of many sequences and roots."""
+    shape = (rows, len(log_weights))
+    distribution = jnp.broadcast_to(jnp.asarray(log_weights, dtype), shape)
+    keys, roots = keys_of(rows, seed=len(log_weights)), jnp.arange(rows)
+    return np.concatenate(
+        [
+            DRAW_AT(distribution, keys, roots + rows * batch, purpose)
+            for batch, purpose in enumerate([sampling.DRAFT, sampling.RESIDUAL] * (count // rows))
+        ]
+    )
 
 
-@pytest.mark.parametrize("vocab_size", [3, 64, 257])
-def test_each_token_is_drawn_by_a_measure_of_uniforms_equal_to_its_probability(vocab_size):
+@functools.partial(jax.jit, static_argnums=3)
+def DRAW_AT(distribution, keys, roots, purpose):
+    return sampling.draw(distribution, sampling.round_noise(keys, roots, purpose, 1)[:, 0])
+
+
+def assert_tokens_are_of(tokens, log_weights, group):
+    """Chi-square of the tokens, counted in the ``group`` [V] of each; rare groups are left out."""
+    probs = scipy.special.softmax(np.asarray(log_weights, np.float64))
+    assert (probs[tokens] > 0).all()
+    expected = np.bincount(group, probs) * len(tokens)
+    observed = np.bincount(group[tokens], minlength=len(expected))
+    used = expected > 5
+    expected, observed = expected[used], observed[used]
+    expected *= observed.sum() / expected.sum()
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab_size", [3, 64, sampling.DRAW_BLOCK + 1])
+def test_each_token_is_drawn_as_often_as_its_probability(vocab_size):
     log_weights = 2 * np.random.default_rng(vocab_size).normal(size=vocab_size)
-    log_weights[::7] = -np.inf
-    wanted = np.cumsum(scipy.special.softmax(log_weights))
-    tokens = np.arange(vocab_size)
+    log_weights[1::7] = -np.inf
+    tokens = drawn_tokens(log_weights, 100_000 if vocab_size < 100 else 8000, 1000)
+    assert_tokens_are_of(tokens, log_weights, np.arange(vocab_size))
+
+
+def test_tokens_of_150_thousand_are_drawn_as_often_as_their_probability():
+    log_weights = 3 * np.random.default_rng(5).normal(size=150_001)
+    log_weights[40_000:60_000] = -np.inf
+    tokens = drawn_tokens(log_weights, 1600, 40)
+    assert_tokens_are_of(tokens, log_weights, np.arange(150_001) // sampling.DRAW_BLOCK)
+    likelihood = np.digitize(log_weights, [-3, 0, 2, 4, 6, 8, 9, 10, 11])
+    assert_tokens_are_of(tokens, log_weights, likelihood)
+
+
+def test_draws_in_float64_have_the_same_noise():
+    log_weights = np.random.default_rng(7).normal(size=5000)
+    narrow = drawn_tokens(log_weights, 40, 20)
     with jax.enable_x64(True):
-        exact = boundaries(log_weights, tokens, jnp.float64, 52)
-    np.testing.assert_allclose(exact, wanted, atol=1e-12)
-    rounded = boundaries(log_weights, tokens, jnp.float32, 24)
-    np.testing.assert_allclose(rounded, wanted, atol=1e-6)
+        np.testing.assert_array_equal(drawn_tokens(log_weights, 40, 20, jnp.float64), narrow)
 
 
-def test_drawing_is_exact_to_a_millionth_at_a_vocabulary_of_150_thousand():
-    rng = np.random.default_rng(5)
-    log_weights = 3 * rng.normal(size=150_001)
-    tokens = np.sort(rng.choice(150_001, 8, replace=False))
-    wanted = np.cumsum(scipy.special.softmax(log_weights))[tokens]
-    np.testing.assert_allclose(boundaries(log_weights, tokens, jnp.float32, 24), wanted, atol=1e-6)
+def test_last_bits_of_log_weights_change_a_draw_at_near_ties_only():
+    # One half of the vocabulary rounds up, as another tile of a matmul may.
+    rng, count, vocab = np.random.default_rng(8), 1000, 4096
+    program = 500 + 0.7 * rng.standard_normal((count, vocab), np.float32)
+    other = np.where(np.arange(vocab) < vocab // 2, np.nextafter(program, np.float32(999)), program)
+    keys, roots = keys_of(count), jnp.arange(count)
+    one, another = (DRAW_AT(jnp.asarray(x), keys, roots, sampling.DRAFT) for x in (program, other))
+    parted = np.flatnonzero(one != another)
+    assert len(parted) <= 1  # an inverse CDF over running sums changes 16
+    uniforms = round_noise(keys, roots, sampling.DRAFT, 1)[:, 0]
+    assert (sampling.draw_gap(jnp.asarray(program), uniforms, another) < 2e-4).all()
 
 
-def test_tokens_between_two_steps_of_a_coarse_uniform_are_drawn_as_often_as_their_probability():
-    # Two tokens share a step of 2**-24, as most of a vocabulary of 150k do if it is peaked.
-    weights = jnp.full(4097, 2**-25).at[0].set(1 - 2**-13)
-    steps, parts = np.arange(512), np.arange(8) / 8 * 2**-24
-    coarse = jnp.asarray(1 - 2**-13 + (700 + steps) * 2**-24, jnp.float32)
-    rows = jnp.broadcast_to(jnp.log(weights), (512, 4097))
-    drawn = np.stack([draw(rows, coarse, jnp.float32(part)) for part in parts], 1)
-    assert (np.diff(drawn.ravel()) >= 0).all()
-    counts = np.bincount(drawn.ravel())[drawn.min() + 1 : drawn.max()]
-    assert len(counts) == pytest.approx(1024, abs=8) and (np.abs(counts - 4) <= 1).mean() > 0.98
+def test_the_gap_of_a_token_is_what_its_weight_and_that_of_its_block_lack():
+    rng, vocab = np.random.default_rng(9), 3 * sampling.DRAW_BLOCK
+    log_weights = jnp.asarray(rng.standard_normal((20, vocab), np.float32))
+    uniforms = round_noise(keys_of(20), jnp.arange(20), sampling.RESIDUAL, 1)[:, 0]
+    drawn = sampling.draw(log_weights, uniforms)
+    assert (sampling.draw_gap(log_weights, uniforms, drawn) == 0).all()
+    same_block = drawn ^ 1
+    gap = sampling.draw_gap(log_weights, uniforms, same_block)
+    assert (gap > 0).all()
+    for factor, expected in ((0.99, drawn), (1.01, same_block)):
+        raised = log_weights.at[jnp.arange(20), same_block].add(factor * gap)
+        np.testing.assert_array_equal(sampling.draw(raised, uniforms), expected)
+    other = (drawn + sampling.DRAW_BLOCK) % vocab
+    assert (sampling.draw_gap(log_weights, uniforms, other) > 0).all()
+    masked = log_weights.at[jnp.arange(20), other].set(-jnp.inf)
+    assert jnp.isposinf(sampling.draw_gap(masked, uniforms, other)).all()
 
 
 def test_the_uniforms_that_draw_a_token_are_uniform_on_both_scales():
@@ -248,24 +292,40 @@ def test_the_uniforms_that_draw_a_token_are_uniform_on_both_scales():
     assert abs(np.corrcoef(coarse, fine)[0, 1]) < 5 / len(coarse) ** 0.5
 
 
-def test_a_token_without_weight_is_never_drawn_not_even_next_to_a_boundary():
-    # Parallel running sums are rounded, so they may rise at a weight of 0. A draw by them alone
-    # returns such a token for about one in a thousand of these uniforms.
-    rng = np.random.default_rng(6)
-    shape = (8_000, 500)
+def test_a_token_without_weight_is_never_drawn():
+    rng, shape = np.random.default_rng(6), (500, 5000)
     log_weights = np.where(rng.random(shape) < 0.6, -np.inf, 2 * rng.normal(size=shape))
-    log_weights = log_weights.astype(np.float32)
-    edges = np.cumsum(scipy.special.softmax(log_weights.astype(np.float64), -1), -1)
-    rows = np.arange(len(edges))
-    for direction in (0, 1):
-        edge = edges[rows, rng.integers(0, shape[1], len(edges))].astype(np.float32)
-        uniform = np.minimum(np.nextafter(edge, np.float32(direction)), np.float32(1 - 2**-24))
-        assert np.isfinite(log_weights[rows, draw(log_weights, uniform)]).all()
+    log_weights[:, 2000:4200] = -np.inf  # a block of which no token has weight
+    tokens = DRAW_AT(
+        jnp.asarray(log_weights, jnp.float32), keys_of(500), jnp.arange(500), sampling.DRAFT
+    )
+    assert np.isfinite(log_weights[np.arange(500), tokens]).all()
 
 
-def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_token_of_positive_weight():
-    log_weights = jnp.full((2, 150), -jnp.inf).at[:, 70:140].set(0.0)
-    assert draw(log_weights, jnp.array([0.0, 1 - 2**-24])).tolist() == [70, 139]
+def test_the_only_token_with_weight_is_drawn_wherever_it_stands():
+    only = jnp.array([0, 1, 2047, 2048, 4095, 4096, 4099])
+    for weight in (0.0, -1e30, 1e30):
+        log_weights = jnp.where(jnp.arange(4100) == only[:, None], weight, -jnp.inf)
+        tokens = DRAW_AT(log_weights, keys_of(7), jnp.arange(7), sampling.DRAFT)
+        np.testing.assert_array_equal(tokens, only)
+
+
+@pytest.mark.parametrize("vocab", [70, 5000])
+@pytest.mark.parametrize("fill", [np.nan, -np.inf, np.inf])
+def test_a_row_without_a_distribution_draws_an_id_in_range(vocab, fill):
+    log_weights = jnp.full((20, vocab), fill)
+    tokens = DRAW_AT(log_weights, keys_of(20), jnp.arange(20), sampling.DRAFT)
+    assert (tokens >= 0).all() and (tokens < vocab).all()
+
+
+def test_draws_of_other_purposes_and_ranks_are_independent():
+    keys, roots = keys_of(4000), jnp.arange(4000, dtype=jnp.int32)
+    uniforms = [round_noise(keys, roots, p, 2)[:, i] for p in PURPOSES for i in (0, 1)]
+    flat = jnp.zeros((4000, 16))
+    columns = np.array([sampling.draw(flat, uniform) for uniform in uniforms])
+    for one, other in itertools.combinations(columns, 2):
+        counts = np.bincount(16 * one + other, minlength=256)
+        assert scipy.stats.chisquare(counts).pvalue > 1e-4
 
 
 @hypothesis_settings(max_examples=20, deadline=None, derandomize=True)
