@@ -19,6 +19,7 @@ import jspec
 from jspec import ops
 from jspec.drafters import DraftModel, TokenRecycling
 from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.verify import RULES
@@ -72,6 +73,21 @@ def test_text_of_every_rule_does_not_depend_on_the_batch_at_a_fixed_k(rule):
     plan = Plan(tiny.TARGET, tiny.DRAFT, rule)
     together = texts(plan, tiny.params(), sequences())
     assert texts(plan, tiny.params(), sequences()[::-1], max_num_seqs=2) == together
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_text_does_not_depend_on_who_arrives_when(rule):
+    inputs, plan = sequences(), Plan(tiny.TARGET, tiny.DRAFT, rule)
+    engine = Engine(plan, tiny.params(), num_slots=4, capacity=64)
+    together = engine.run(inputs)
+    tickets = []
+    for sequence in inputs:
+        tickets.append(engine.submit(sequence, rounds=2))
+        engine.step()
+    while not engine.is_idle:
+        engine.step()
+    for ticket, answer in zip(tickets, together, strict=True):
+        assert ticket.answer.tokens.tolist() == answer.tokens.tolist()
 
 
 def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_for_every_method():
