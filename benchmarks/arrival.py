@@ -46,7 +46,7 @@ _BLOCK = 64
 
 
 def by_running_sum(log_weights: Array, uniform: Array) -> Array:
-    """Draw by inverse CDF over blocks and then over tokens, as jspec 0.1 did; see ``draw``."""
+    """Draw by inverse CDF over blocks and then over tokens: what ``sampling.draw`` replaced."""
     vocab = log_weights.shape[-1]
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
@@ -136,7 +136,7 @@ def parted(arguments: argparse.Namespace, method: str, rule: str, ids: Sequence[
         one_by_one(made.plan, made.params, work, arguments.slots),
         strict=True,
     )
-    positions = [position for pair in pairs if (position := _first_difference(*pair)) is not None]
+    positions = [position for pair in pairs if (position := first_difference(*pair)) is not None]
     return {
         "method": method,
         "rule": rule,
@@ -147,7 +147,8 @@ def parted(arguments: argparse.Namespace, method: str, rule: str, ids: Sequence[
     }
 
 
-def _first_difference(one: np.ndarray, other: np.ndarray) -> int | None:
+def first_difference(one: np.ndarray, other: np.ndarray) -> int | None:
+    """Return the first position where two texts differ, or None."""
     if np.array_equal(one, other):
         return None
     shorter = min(len(one), len(other))
