@@ -5,8 +5,9 @@ Noise depends on its address alone:
 * noise of the *target* belongs to (sequence key, absolute position of the token it draws). Plain
   sampling, ``match`` and ``coupled`` draw with it, so a text does not depend on the drafter;
 * noise of a *round* (drawing drafts, accepting, residuals) belongs to (sequence key, position of
-  the round's root, purpose, rank). It is fresh in every round: with absolute positions, the round
-  after a rejection would reuse it, which biases block verification over two rounds.
+  the round's root, purpose, rank), and that of a draw to a token id too. It is fresh in every
+  round: with absolute positions, the round after a rejection would reuse it, which biases block
+  verification over two rounds.
 """
 
 import dataclasses
