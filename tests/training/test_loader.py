@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from tests.training import toy
 from training.batches import Batch
 from training.data import batches, held_out
 
@@ -75,6 +77,29 @@ def test_the_parts_of_all_processes_are_the_batch_of_one():
         for i in range(2)
     ]
     assert [left + right for left, right in zip(*parts, strict=True)] == one
+
+
+@pytest.mark.parametrize(("batch", "processes"), [(1, 1), (3, 3), (4, 2)])
+def test_a_process_may_get_one_row_of_a_batch_or_more(batch, processes):
+    parts = [
+        numbers(batches(Rows(6), batch=batch, seed=3, process_index=i, process_count=processes), 6)
+        for i in range(processes)
+    ]
+    dealt = np.concatenate(parts, axis=1).reshape(-1, 6)
+    assert [sorted(epoch) for epoch in dealt.tolist()] == [list(range(6))] * batch
+    for i in range(processes):
+        held = held_out(Rows(12), batch=batch, process_index=i, process_count=processes)
+        assert [len(part.tokens) for part in held] == [batch // processes] * (12 // batch)
+
+
+def test_a_run_of_one_window_a_step_trains_and_resumes(tmp_path):
+    whole = toy.run(tmp_path / "whole", batch=1, accumulate=1, steps=4)
+    toy.run(tmp_path / "parts", batch=1, accumulate=1, steps=4, stop_after=2)
+    parts = toy.run(tmp_path / "parts", batch=1, accumulate=1, steps=4)
+    for one, other in zip(
+        jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True
+    ):
+        assert (one == other).all()
 
 
 def test_held_out_batches_are_the_same_each_time_and_spread_evenly():

@@ -41,7 +41,9 @@ def batches(
     # grain adds the number of the epoch to the seed: hashed seeds keep 0 and 1 far apart.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     endless = grain.MapDataset.source(rows).shuffle(seed=hashed).repeat()
-    return iter(endless.batch(part)[mine].to_iter_dataset(_READ_AHEAD))
+    # grain rounds the number of batches to a float, unless it drops the (never reached) remainder.
+    parts = endless.batch(part, drop_remainder=True)[mine]
+    return iter(parts.to_iter_dataset(_READ_AHEAD))
 
 
 def held_out(
