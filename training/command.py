@@ -2,13 +2,15 @@
 
 import contextlib
 import io
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 
-from training.errors import OptionError, TrainingError
+from training.errors import OptionError, Stopped, TrainingError
 
 Settings = TypeVar("Settings")
 
@@ -28,12 +30,14 @@ def run_command(
     ``python -m training.pretrain``, ``description`` the first paragraph of ``--help``.
 
     Returns:
-      The exit code: 0, 1 if training stopped for a reason, 2 on bad input, 130 on Ctrl-C before
-      the first step.
+      The exit code: 0, 1 if training stopped for a reason, 2 on bad input, 130 on Ctrl-C, 143 on
+      SIGTERM.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        run(parse(kind, argv, module=module, description=description), argv)
+        settings = parse(kind, argv, module=module, description=description)
+        with _terminable():
+            run(settings, argv)
     except SystemExit as stop:  # --help, or an unknown option
         return int(stop.code or 0)
     except ValueError as error:
@@ -42,10 +46,29 @@ def run_command(
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopped; run the same command to resume", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        stop = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
+        if str(stop):
+            print(stop, file=sys.stderr)
+        return stop.exit_code
     return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise ``Stopped`` on SIGTERM, so that locks and unfinished files are removed."""
+
+    def stop(number: int, _):
+        raise Stopped(number)
+
+    if threading.current_thread() is not threading.main_thread():  # it cannot handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse(kind: type[Settings], argv: Sequence[str], *, module: str, description: str) -> Settings:

@@ -68,6 +68,9 @@ def run(
 
     The exported weights are the best ones, or the last ones if no data is held out. ``argv`` and
     ``module`` go into the provenance; this call does at most ``stop_after`` steps.
+
+    Raises:
+      Stopped: a signal ended the run, which is saved.
     """
     target, data = _open(settings)
     build = method.build(settings, target, data)
@@ -109,9 +112,8 @@ def run(
             facts=provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
         )
+    trainer.check_stopped(result)
     if not result.finished:
-        if jax.process_index() == 0:
-            print(f"stopped and saved at step {result.step}; run the same command to resume")
         return result
     evaluated = result.record["best"] is not None
     params = trainer.gather(result.best_params() if evaluated else result.params)

@@ -13,6 +13,14 @@ class TrainingError(RuntimeError):
     """A run cannot continue; the message is one line that names the remedy."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal ended a command; the message says how to resume, or is empty."""
+
+    def __init__(self, signal: int, message: str = "stopped; run the same command to resume"):
+        super().__init__(message)
+        self.exit_code = 128 + signal  # as a shell reports a process that a signal ended
+
+
 def bad_option(name: str, value: Any, remedy: str) -> OptionError:
     """Return the error of an option that cannot work, under its name on the command line."""
     return OptionError(f"--{name.replace('_', '-')} {value!r} does not work; {remedy}")

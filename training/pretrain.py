@@ -140,6 +140,9 @@ def run(
     """Prepare the data, train to the end or to a signal, and export a finished run.
 
     ``argv`` goes into the provenance; this call does at most ``stop_after`` steps.
+
+    Raises:
+      Stopped: a signal ended the run, which is saved.
     """
     trainer.start_processes(settings.trainer)
     text, optimiser = settings.text, settings.trainer
@@ -163,14 +166,13 @@ def run(
             | {"length": text.length, "data": f"sha256 {digest}"},
             free={"context": text.context},
         )
+    trainer.check_stopped(result)
     if result.finished:
         facts = result.provenance | {
             "tokens_seen": result.step * optimiser.batch * text.length,
             "heldout": result.evaluate(data.held_out(apart, batch=part)),
         }
         _export(settings, trainer.gather(result.params), corpus, facts)
-    elif jax.process_index() == 0:
-        print(f"stopped and saved at step {result.step}; run the same command to resume")
     return result
 
 

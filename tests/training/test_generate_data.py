@@ -1,6 +1,7 @@
 """Answers of the target do not depend on interruptions or on other answers."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -133,6 +134,29 @@ def test_a_process_killed_in_the_middle_ends_in_the_same_file(root, target, chat
     ended = subprocess.run([sys.executable, "-c", KILLED, *again], cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL and 2 <= len(lines_of(path)) < len(CHATS)
     assert generate_data.main(again) == 0
+    assert path.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_its_code_and_says_how_to_resume(
+    number, code, target, chats, whole, tmp_path, monkeypatch, capsys
+):
+    path, saved = tmp_path / "stopped.jsonl", os.fsync
+
+    def fsync(file):
+        saved(file)
+        os.kill(os.getpid(), number)
+
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            assert generate_data.main(arguments(target, chats, path)) == code
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert capsys.readouterr().err.endswith("stopped; run the same command to resume\n")
+    assert not path.with_name("stopped.jsonl.lock").exists()
+    assert generate_data.main(arguments(target, chats, path)) == 0
     assert path.read_bytes() == whole.read_bytes()
 
 

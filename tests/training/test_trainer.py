@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import grain
@@ -51,6 +52,7 @@ def test_a_signal_ends_the_run_after_its_step_with_everything_saved(tmp_path, wh
     stop = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None
     result = toy.run(tmp_path, bar=stop)
     assert 4 <= result.step <= 5 and not result.finished and saved(tmp_path)[-1] == result.step
+    assert result.signal == signal.SIGTERM
     assert same(toy.run(tmp_path).params, whole[0].params)
 
 
@@ -290,6 +292,28 @@ def test_a_run_that_stops_for_a_reason_says_so_in_one_line(capsys):
         trainer.TrainerSettings, stops, ["--batch", "32"], module="x", description="x"
     )
     assert code == 1 and capsys.readouterr().err == "stopped: loss became nan\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_a_signal_stops_ends_with_the_code_of_the_signal(
+    number, code, tmp_path, capsys
+):
+    stop = lambda step, _: os.kill(os.getpid(), number) if step == 4 else None
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    handlers = signal.getsignal(signal.SIGTERM)
+
+    def command(bar):
+        run = lambda *_: trainer.check_stopped(toy.run(tmp_path, bar=bar))
+        return run_command(trainer.TrainerSettings, run, [], module="x", description="x")
+
+    try:
+        assert command(stop) == code
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    printed = capsys.readouterr().err
+    assert re.fullmatch(r"stopped and saved at step [45]; run the same command .*\n", printed)
+    assert signal.getsignal(signal.SIGTERM) == handlers
+    assert command(None) == 0 and saved(tmp_path)[-1] == 10
 
 
 def test_two_processes_do_not_train_one_run(tmp_path):

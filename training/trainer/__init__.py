@@ -5,13 +5,14 @@ arrays on devices, ``checkpointing`` saves.
 """
 
 from training.progress import run_progress as progress
-from training.trainer.loop import Result, train
+from training.trainer.loop import Result, check_stopped, train
 from training.trainer.mesh import first_process_first, gather, start_processes
 from training.trainer.settings import TrainerSettings
 
 __all__ = [
     "Result",
     "TrainerSettings",
+    "check_stopped",
     "first_process_first",
     "gather",
     "progress",

@@ -10,7 +10,7 @@ import grain
 import jax
 
 from training.batches import Batch
-from training.errors import TrainingError
+from training.errors import Stopped, TrainingError
 from training.locks import alone
 from training.progress import Bar
 from training.provenance import write_provenance
@@ -30,6 +30,7 @@ class Result:
     params: Any  # the last weights, on the mesh; ``mesh.gather`` brings them to the host.
     step: int  # number of steps of the run so far
     finished: bool  # whether those are all steps of the settings
+    signal: int | None  # number of the signal that stopped this call
     # ``identity``, ``segments`` (options of each part of the run), ``evaluations``, ``best`` (step
     # and value) and ``seconds``.
     record: dict
@@ -101,6 +102,16 @@ def train(
     return _result(run, dict(facts or {}))
 
 
+def check_stopped(result: Result) -> None:
+    """Raise ``Stopped`` if a signal ended the run before its last step.
+
+    A command thus ends with an exit code that stops the scripts after it.
+    """
+    if not result.finished and result.signal is not None:
+        message = f"stopped and saved at step {result.step}; run the same command to resume"
+        raise Stopped(result.signal, message if jax.process_index() == 0 else "")
+
+
 def _result(run: Run, facts: dict[str, Any]) -> Result:
     """Return the outcome, and write curves and provenance."""
 
@@ -123,6 +134,7 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
         run.state.params,
         run.step,
         run.step >= run.settings.steps,
+        run.signal,
         run.record,
         provenance,
         run.evaluate,

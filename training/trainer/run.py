@@ -23,7 +23,9 @@ from training.trainer.metrics import Log, Means
 from training.trainer.programs import Programs, TrainState
 from training.trainer.settings import TrainerSettings
 
-CONTINUE, SAVE, STOP = range(3)  # wish of a process; the strongest of all wishes is followed
+# Wishes of a process, of which the largest of all processes is followed. A larger one is the number
+# of the signal that stops the run.
+CONTINUE, SAVE = range(2)
 
 
 @dataclasses.dataclass
@@ -73,7 +75,7 @@ class Run:
         self._log = Log(self.out, self.step, jax.process_index() == 0)
         try:
             with Signals() as signals:
-                while self.step < last and self.wish < STOP:
+                while self.step < last and self.signal is None:
                     self._advance(signals)
                     better = self._evaluates(self.step) and self._evaluate()
                     every = self.settings.save_every
@@ -84,6 +86,11 @@ class Run:
                 self._save()
         finally:
             self._log.close()
+
+    @property
+    def signal(self) -> int | None:
+        """Number of the signal that stops the run; of any process."""
+        return self.wish if self.wish > SAVE else None
 
     def where(self) -> str:
         """Return the step and the newest checkpoint, for messages."""
@@ -114,14 +121,14 @@ class Run:
         """Run one step, and read the metrics of the step before."""
         batch = self._next_batch()
         late = time.monotonic() - self._saved > 60 * self.settings.save_minutes
-        wish = STOP if signals.received else SAVE if late else CONTINUE
+        wish = signals.received or (SAVE if late else CONTINUE)
         several = jax.process_count() > 1
         wishes = self._all_wishes(wish) if several else None
         self.state, metrics = self.programs.step(self.state, self.frozen, batch, wishes)
         self._read(self.step, self._means.add(metrics))
         self.step += 1
         if not several:
-            self.wish = STOP if signals.received else wish
+            self.wish = signals.received or wish
 
     def _next_batch(self) -> Batch:
         batch = next(self.batches, None)
@@ -217,17 +224,18 @@ class Run:
         self.checkpoints.save(self.step, self.state, self.record, self.batches, newest)
         self._saved = time.monotonic()
         self._mark = self.step, self._saved
-        self.wish = STOP if self.wish == STOP else CONTINUE
+        self.wish = CONTINUE if self.signal is None else self.wish
 
 
 class Signals:
-    """Context in which the first SIGTERM or SIGINT only sets ``received``; the next acts as usual.
+    """Context in which the first SIGTERM or SIGINT only sets ``received`` to its number.
 
-    Outside the main thread, in which Python handles signals, it does nothing.
+    The next one acts as usual. Outside the main thread, in which Python handles signals, it does
+    nothing.
     """
 
     def __init__(self):
-        self.received = False
+        self.received = 0
         self._before: dict = {}
 
     def __enter__(self):
@@ -237,7 +245,7 @@ class Signals:
         return self
 
     def _receive(self, number, frame):
-        self.received = True
+        self.received = number
         self.__exit__()
 
     def __exit__(self, *error):
