@@ -27,8 +27,9 @@ from training.command import run_command
 from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
+from training.digests import same_weights, weights_digest
 from training.errors import bad_option
-from training.provenance import provenance, weights_digest, write_provenance
+from training.provenance import provenance, write_provenance
 from training.tasks import dflash, draft, eagle, hydra, medusa, mlp_speculator, mtp
 from training.tasks.acceptance import acceptance_meter
 from training.tasks.method import DistillSettings, Method
@@ -84,7 +85,7 @@ def run(
     criterion, idle = _criterion(settings, data), settings.idle().get("recipe", ())
     sources = {
         "data": f"sha256 {data.description['sha256'][:16]}",
-        "target": f"sha256 {weights_digest(target.params)}",
+        "target": weights_digest(target.params),
     }
     optimiser, apart = settings.trainer, ()
     if data.held_out is not None:
@@ -108,6 +109,7 @@ def run(
                 *idle,
                 *_unrecorded(criterion, before),
                 *_same_networks(build.identity, before),
+                *(["target"] if same_weights(before.get("target"), sources["target"]) else []),
             },
             facts=provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
@@ -176,25 +178,35 @@ def _same_networks(identity: Mapping[str, Any], before: Mapping[str, Any]) -> se
     return {
         name
         for name, network in identity.items()
-        if isinstance(network, str) and _fields(str(before.get(name))) == _fields(network)
+        if isinstance(network, str) and _is_same_network(str(before.get(name)), network)
     }
+
+
+def _is_same_network(before: str, now: str) -> bool:
+    """Return whether two records are of the same config, and initial weights if there are any.
+
+    >>> _is_same_network("Head(own_head=True) from sha256 ab", "Head(separate_head=True)")
+    False
+    >>> now = "Head(separate_head=True) from sha256 ab, all cd"
+    >>> _is_same_network("Head(own_head=True) from sha256 ab", now)
+    True
+    """
+    (config, _, digest), (now_config, _, now_digest) = (
+        text.partition(" from sha256 ") for text in (before, now)
+    )
+    return _fields(config) == _fields(now_config) and same_weights(digest, now_digest)
 
 
 def _fields(config: str) -> list[str]:
     """Return the fields of a config's text, sorted, under their names of today.
 
-    The digest of initial weights, if there is one, comes last.
-
     >>> _fields("Head(own_head=True, one_stem=False, layers=(1, 2))")
     ['Head(', 'layers=(1, 2', 'separate_head=True']
-    >>> _fields("Head(own_head=True, layers=(1, 2), one_stem=False) from sha256 ab12")
-    ['Head(', 'layers=(1, 2', 'separate_head=True', 'ab12']
     """
-    config, *digest = config.split(" from sha256 ")
     for name, new_name in _RENAMED_FIELDS.items():
         config = re.sub(rf"\b{name}=", f"{new_name}=", config)
     parts = (part.strip(" ,)") for part in re.split(r"\b(?=\w+=)", config))
-    return [*sorted(part for part in parts if part not in _REMOVED_FIELDS), *digest]
+    return sorted(part for part in parts if part not in _REMOVED_FIELDS)
 
 
 def run_method(name: str, argv: Sequence[str] | None = None, *, module: str) -> int:

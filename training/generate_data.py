@@ -26,7 +26,7 @@ from jspec.api.outputs import RequestOutput
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import checkpoint
 from jspec.engine import loading
-from jspec.util import values
+from jspec.util import atomic_files, values
 from jspec.util.messages import shown
 from training.command import run_command
 from training.data import files, readers
@@ -35,10 +35,11 @@ from training.data.encode import Encoder, vocabulary_digest
 from training.data.ledger import Ledger
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
+from training.digests import same_weights, weights_digest
 from training.errors import bad_option, check_each, check_least
 from training.locks import alone
 from training.progress import progress
-from training.provenance import provenance, weights_digest, without_folders
+from training.provenance import provenance, without_folders
 
 _SORTED = 32  # groups among which prompts are sorted by length, so a group ends together
 _SAFE_BITS = 53  # of a seed: every reader of JSON keeps them
@@ -134,7 +135,7 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         facts = _facts(settings, encoder)
         _check_same_run(output, facts)  # before the weights are loaded
         target = loading.load(settings.target, settings.dtype)
-        facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
+        facts |= {"weights": weights_digest(target.params)}
         done = _resume(output, facts, argv)
         todo = [
             group
@@ -241,6 +242,11 @@ def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
         files.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
         return set()
     _check_same_run(path, facts)
+    beside = readers.provenance_of(path)
+    before = readers.read_provenance(beside)
+    if before["weights"] != facts["weights"]:  # an earlier version recorded one row of each
+        recorded = json.dumps(before | {"weights": facts["weights"]}, indent=2) + "\n"
+        atomic_files.write(beside, recorded.encode())
     done, size = _complete_answers(path)
     with path.open("r+b") as file:
         file.truncate(size)
@@ -260,7 +266,9 @@ def _check_same_run(path: Path, facts: dict[str, Any]) -> None:
     changed = [
         f"{name} {now[name]!r} (was {shown(was.get(name))})"
         for name in now
-        if name not in missing and now[name] != was.get(name)
+        if name not in missing
+        and now[name] != was.get(name)
+        and not (name == "weights" and same_weights(was[name], now[name]))
     ]
     if changed:
         remedy = f"it holds answers of another run: {', '.join(changed)}; give a new one"

@@ -1,6 +1,5 @@
 """Records of how an output was made; they name no path of the machine."""
 
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 
@@ -42,18 +39,6 @@ def without_folders(word: str) -> str:
     if value.startswith(("/", "~")):
         return flag + equals + Path(value).name
     return word
-
-
-def weights_digest(params: Any) -> str:
-    """Return a hash of one row of every weight, rounded to bfloat16.
-
-    The hash does not depend on the dtype in which the weights were loaded.
-    """
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        row = leaf[(0,) * max(leaf.ndim - 1, 0)]
-        digest.update(np.asarray(row.astype(jnp.bfloat16)).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _git_commit() -> str:

@@ -205,6 +205,36 @@ def test_a_run_resumes_only_with_the_same_target_and_measurement(resumed, target
         assert f"holds another run: --{option} " in capsys.readouterr().err
 
 
+def all_but_first_rows(params):
+    """Return the weights with all rows of every matrix turned round, except the first."""
+    last_of = lambda x: (*(0,) * (x.ndim - 2), slice(1, None))
+    turned = lambda x: x.at[last_of(x)].set(x[last_of(x)][::-1]) if x.ndim > 1 else x
+    return jax.tree.map(turned, params)
+
+
+def test_a_target_that_differs_in_all_rows_but_the_first_is_another_one(
+    resumed, target, tmp_path, capsys
+):
+    other = shutil.copytree(target, tmp_path / "other")
+    params = all_but_first_rows(checkpoint.load_pretrained(target)[1])
+    checkpoint.save_pretrained(other, SIZES, params)
+    assert distil("medusa", [*resumed, "--target", str(other)]) == 2
+    assert "holds another run: --target " in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_resumes_with_its_target_alone(resumed, tmp_path, capsys):
+    run = tmp_path / "run"
+    record = json.loads(recorded(run).read_text())
+    whole = record["identity"]["target"]
+    record["identity"]["target"] = "sha256 0123"
+    recorded(run).write_text(json.dumps(record))
+    assert distil("medusa", resumed) == 2
+    assert "holds another run: --target " in capsys.readouterr().err
+    record["identity"]["target"] = whole.partition(",")[0]
+    recorded(run).write_text(json.dumps(record))
+    assert distil("medusa", resumed) == 0
+
+
 def recorded(run):
     """Return the file with the identity of a run in its newest checkpoint."""
     step = max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jspec.checkpoints.heads.eagle_layers import default_capture_layers
 from jspec.drafters import Eagle, ParallelEagle
@@ -17,6 +16,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached
 from training.data.settings import Data
+from training.digests import weights_digest
 from training.errors import bad_option, check_each, check_least
 from training.export import EagleFormat
 from training.task import Frozen
@@ -244,7 +244,7 @@ def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, dat
         task.head.generation,
         repr(task.target),
         settings.trainer.compute,
-        [float(jnp.abs(leaf.astype(jnp.float32)).sum()) for leaf in jax.tree.leaves(weights)],
+        weights_digest(weights),
     ]
     compiled = jax.jit(lambda weights, batch: target_states(task, Frozen(weights), batch))
     summed = jax.jit(lambda weights, normed: totals_of(weights, normed, task.compute))

@@ -16,10 +16,10 @@ from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
+from training.digests import weights_digest
 from training.errors import bad_option, check_each, check_least, refuse_idle
 from training.export import check, layout_of
 from training.forward import head_of
-from training.provenance import weights_digest
 from training.slots import SlotRecipe
 from training.task import Frozen, Task
 from training.tasks.acceptance import AcceptanceSettings
@@ -311,4 +311,4 @@ def float32(tree: Any) -> Any:
 
 def described(config: Any, start: Any | None) -> str:
     """Return the sizes and a hash of the initial weights, to tell runs apart."""
-    return repr(config) if start is None else f"{config!r} from sha256 {weights_digest(start)}"
+    return repr(config) if start is None else f"{config!r} from {weights_digest(start)}"
