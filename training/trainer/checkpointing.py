@@ -1,6 +1,12 @@
 """Orbax checkpoints of a run: weights, optimiser, position in the data, and a record in JSON."""
 
+import contextlib
+import hashlib
+import json
 import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +16,21 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from training.digests import tree_digest
 from training.trainer.programs import TrainState
+
+# Files of every whole checkpoint. Orbax deletes files in any order, and never one that lacks these.
+_MARKS = ("_CHECKPOINT_METADATA", "metrics/metrics")
+_DIGESTS = "digests"  # of a record: of the state, and of the position in the data with the record
+
+
+def drop_unfinished(directory: Path) -> None:
+    """Delete unfinished saves and deletions of a killed run; no other run may write here."""
+    steps = [path for path in directory.glob("*") if path.name.isdigit()]
+    older = sorted(steps, key=lambda path: int(path.name))[:-1]
+    partial = [path for path in older if not all((path / mark).exists() for mark in _MARKS)]
+    for path in [*directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"), *partial]:
+        shutil.rmtree(path)
 
 
 class Checkpoints:
@@ -35,8 +55,9 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preserved, best_fn=metric_of, best_mode=mode
         )
-        self._directory = directory.absolute()
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._directory = directory
+        self._check_metrics()
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     @property
     def latest(self) -> int | None:
@@ -53,12 +74,6 @@ class Checkpoints:
         """Steps of all checkpoints, ascending."""
         return tuple(sorted(self._manager.all_steps()))
 
-    def drop_unfinished(self) -> None:
-        """Delete unfinished saves of a killed run; no other run may write here."""
-        if jax.process_index() == 0:
-            for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(path)
-
     def save(
         self,
         step: int,
@@ -71,9 +86,10 @@ class Checkpoints:
 
         On return the values are copied: ``state`` may be donated and ``batches`` may advance.
         """
+        digests = {"state": tree_digest(state), "record": _record_digest(record, batches)}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            record=ocp.args.JsonSave(record),
+            record=ocp.args.JsonSave(record | {_DIGESTS: digests}),
             batches=grain.checkpoint.CheckpointSave(batches),
         )
         value = {self._name: (metrics or {}).get(self._name, self._worst)}
@@ -84,20 +100,65 @@ class Checkpoints:
 
         ``batches`` is set to its position. The mesh may differ from the one that saved.
         """
-        state = ocp.args.StandardRestore(layout)
-        position = grain.checkpoint.CheckpointRestore(batches)
-        return self._read(self.latest, state=state, batches=position)["state"]
+        position, step = grain.checkpoint.CheckpointRestore(batches), self.latest
+        state, record = self._state(step, layout, batches=position)
+        digest = record.pop(_DIGESTS, {}).get("record")
+        if digest not in (None, _record_digest(record, batches)):
+            raise self._damaged(step, "its record or its position in the data has changed")
+        return state
 
     def restore_best(self, layout: TrainState) -> TrainState:
         """Return the best state; see ``restore``."""
-        return self._read(self.best, state=ocp.args.StandardRestore(layout))["state"]
+        return self._state(self.best, layout)[0]
 
     def record(self) -> dict:
         """Return the record of the newest checkpoint."""
-        return self._read(self.latest, record=ocp.args.JsonRestore())["record"]
+        record = self._read(self.latest, record=ocp.args.JsonRestore())["record"]
+        record.pop(_DIGESTS, None)
+        return record
+
+    def _state(self, step: int, layout: TrainState, **more: Any) -> tuple[TrainState, dict]:
+        """Return state and record of a checkpoint, and read ``more`` parts of it."""
+        read = self._read(
+            step,
+            state=ocp.args.StandardRestore(layout),
+            record=ocp.args.JsonRestore(),
+            **more,
+        )
+        # Earlier versions recorded no digests.
+        digest = read["record"].get(_DIGESTS, {}).get("state")
+        if digest not in (None, tree_digest(read["state"])):
+            raise self._damaged(step, "its values are not those that were saved")
+        return read["state"], read["record"]
 
     def _read(self, step: int, **parts: Any) -> Any:
-        return self._manager.restore(step, args=ocp.args.Composite(**parts))
+        try:
+            with _quiet_late_reads():
+                return self._manager.restore(step, args=ocp.args.Composite(**parts))
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # the devices' errors
+        except Exception as error:  # many kinds, from several libraries
+            raise self._damaged(step, error) from error
+
+    def _check_metrics(self) -> None:
+        """Check the metrics of all checkpoints, which the manager reads when it is made."""
+        for path in sorted(self._directory.glob("*/metrics/metrics")):
+            step = path.parts[-3]
+            try:
+                json.loads(path.read_bytes())
+            except ValueError as error:
+                raise self._damaged(int(step), error) from error
+
+    def _damaged(self, step: int, cause: Any) -> ValueError:
+        """Return the error of a damaged checkpoint, with the one to go on from."""
+        folders = [path for path in self._directory.glob("*") if path.name.isdigit()]
+        before = [int(path.name) for path in folders if int(path.name) < step]
+        remedy = f"go on from checkpoint {max(before)}" if before else "start again"
+        cause = textwrap.shorten(str(cause) or type(cause).__name__, 160)
+        return ValueError(
+            f"checkpoint {step} is damaged ({cause}); "
+            f"delete the folder {str(self._directory / str(step))!r} to {remedy}"
+        )
 
     def close(self) -> None:
         """Wait for unfinished saves."""
@@ -111,3 +172,26 @@ class Checkpoints:
 
     def __exit__(self, *error):
         self.close()
+
+
+@contextlib.contextmanager
+def _quiet_late_reads() -> Iterator[None]:
+    """Leave out of stderr the reads that end after the first one failed, for good if one fails.
+
+    Orbax closes their event loop, and Python prints a traceback for each of them.
+    """
+    usual = sys.unraisablehook
+
+    def hook(event: Any) -> None:
+        if str(event.exc_value) != "Event loop is closed":
+            usual(event)
+
+    sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = usual
+
+
+def _record_digest(record: dict, batches: grain.DatasetIterator) -> str:
+    """Return a hash of a record and of the position in the data."""
+    text = json.dumps([record, batches.get_state()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from training.progress import Bar
 from training.provenance import write_provenance
 from training.task import Task
 from training.trainer import mesh as meshes
-from training.trainer.checkpointing import Checkpoints
+from training.trainer.checkpointing import Checkpoints, drop_unfinished
 from training.trainer.metrics import draw_curves
 from training.trainer.programs import make_programs
 from training.trainer.run import Run
@@ -87,11 +87,12 @@ def train(
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             stack.enter_context(alone(out))
+            drop_unfinished(out / "checkpoints")
+        meshes.wait_for_all("unfinished checkpoints")
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
         if checkpoints.latest is not None:
             before = EARLIER | checkpoints.record()["identity"]
             _check_same_run(before, known, out, {*settings.idle(), *passed_over(before)})
-        checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.where()):
             frozen = meshes.shard(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)

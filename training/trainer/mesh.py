@@ -125,6 +125,11 @@ def gather(tree: Any) -> Any:
 def first_process_first(make: Callable[[], Made]) -> Made:
     """Call ``make``, whose files the first process writes and the others only open."""
     made = make() if jax.process_index() == 0 else None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("files of the first process")
+    wait_for_all("files of the first process")
     return made if jax.process_index() == 0 else make()
+
+
+def wait_for_all(what: str) -> None:
+    """Wait until every process is here; ``what`` tells the places of a program apart."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
