@@ -1,5 +1,6 @@
 """``training.distill``, from files to files that generate."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,9 +13,12 @@ import pytest
 from jspec import LLM, SamplingParams
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
+from jspec.checkpoints.heads.dflash import default_capture_layers
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from training import distill, distill_draft, distill_eagle
+from training.export import check
+from training.tasks import dflash, eagle
 
 SIZES = DecoderConfig(
     vocab_size=300,
@@ -152,7 +156,7 @@ def test_a_target_in_bfloat16_is_distilled(method, words, target, tmp_path):
 
 def test_a_head_trains_further_from_its_files(words, target, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
-    small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
+    small = ["--unroll", "1", "--draft-vocab-size", "80"]  # and default hidden states
     small += ["--fc-norm", "--norm-before-residual", "--norm-output"]
     assert distil("eagle", [*words, "--output", str(first), *small]) == 0
     raw = json.loads((first / "export" / "config.json").read_text())
@@ -502,14 +506,36 @@ def test_they_train_further_from_their_files(method, option, first, other, words
     check_run(two, target, method)
 
 
+@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("method", ["eagle3", "p_eagle", "dflash"])
+def test_targets_of_every_depth_have_hidden_states_to_read_by_default(method, depth):
+    target, mask = dataclasses.replace(SIZES, num_layers=depth), 1 if method == "p_eagle" else None
+    if method == "dflash":
+        make = lambda: dflash.head_config(dflash.HeadSettings(), method, target, 1, False)
+    else:
+        make = lambda: eagle.head_config(eagle.HeadSettings(), "eagle3", target, mask)
+    if (method, depth) == ("dflash", 1):
+        with pytest.raises(ValueError, match=r"--capture-layers .* take a deeper one"):
+            make()
+        return
+    config = make()
+    published = {"dflash": default_capture_layers(depth, 5)}.get(method, (2, depth // 2, depth - 3))
+    read = config.capture_layers
+    exist = 0 < published[-1] < depth and len(set(published)) == len(published)
+    assert read == published if exist else len(read) >= min(3, depth - 1)
+    assert exist == (depth > (7 if method == "dflash" else 6))
+    check(config, target, None, "x")  # files name them
+
+
 @pytest.mark.parametrize(
     ("method", "more", "message"),
     [
         (
             "eagle",
             ["--capture-layers", "2", "1"],
-            r"reads hidden states \[2, 1\], which must ascend and lie below the target's 3",
+            r"--capture-layers \(2, 1\) .* must ascend from 0 or more, below the target's 3 layers",
         ),
+        ("dflash", ["--capture-layers", "0", "2"], "must ascend from 1 or more, below"),
         ("eagle", ["--draft-vocab-size", "301"], "the target has 300 tokens"),
         (
             "eagle",

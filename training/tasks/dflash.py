@@ -109,10 +109,11 @@ def head_config(
     if variant == "dspark":
         reads_token = confidence and head.markov_rank > 0
         spark = SparkConfig(head.markov_rank, head.markov, confidence, reads_token)
-    captured = default_capture_layers(target.num_layers, head.head_layers)
+    published = default_capture_layers(target.num_layers, head.head_layers)
+    captured = method.capture_layers(head.capture_layers, published, target.num_layers, first=1)
     return DFlashConfig(
         network=network,
-        capture_layers=head.capture_layers or captured,
+        capture_layers=captured,
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         block_size=head.block_size,

@@ -40,7 +40,7 @@ class HeadSettings:
     """The network of the head; other sizes are the target's."""
 
     # hidden states of the target that an EAGLE-3 head reads, as Hugging Face counts them (default:
-    # second, middle and last but two)
+    # second, middle and last but two; spread evenly if the target is too shallow)
     capture_layers: tuple[int, ...] = ()
     # tokens that an EAGLE-3 head knows, the most frequent ones of the data (0: all)
     draft_vocab_size: int = 0
@@ -170,11 +170,14 @@ def head_config(
     """Return the sizes of the head; with a ``mask`` token it guesses several tokens in one pass."""
     is_eagle3 = variant == "eagle3"
     layers = head.head_layers or (1 if mask is None else 4)
-    captured = head.capture_layers or default_capture_layers(target.num_layers)
+    captured = (target.num_layers,)
+    if is_eagle3:
+        published = default_capture_layers(target.num_layers)
+        captured = method.capture_layers(head.capture_layers, published, target.num_layers, first=0)
     return EagleConfig(
         network=method.plain_network(target, head, layers, qk_norm=False),
         generation=3 if is_eagle3 else 1,
-        capture_layers=captured if is_eagle3 else (target.num_layers,),
+        capture_layers=captured,
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         separate_head=is_eagle3,

@@ -1,6 +1,7 @@
 """The interface of a training method, and the options and helpers that methods share."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -264,6 +265,34 @@ def draft_vocab(size: int, target: DecoderConfig) -> int:
     if size > target.vocab_size:
         raise bad_option("draft_vocab_size", size, f"the target has {target.vocab_size} tokens")
     return size or target.vocab_size
+
+
+def capture_layers(
+    chosen: tuple[int, ...], published: tuple[int, ...], num_layers: int, first: int
+) -> tuple[int, ...]:
+    """Return the hidden states that a head reads of a target with ``num_layers`` layers.
+
+    Those of a target that is too shallow for the ``published`` ones are spread evenly. The files of
+    the head can name hidden states from ``first`` on.
+
+    Raises:
+      OptionError: the target has no such hidden states.
+    """
+    fits = lambda layers: (
+        first <= layers[0] and all(a < b for a, b in itertools.pairwise([*layers, num_layers]))
+    )
+    if chosen and not fits(chosen):
+        remedy = f"they must ascend from {first} or more, below the target's {num_layers} layers"
+        raise bad_option("capture_layers", chosen, remedy)
+    if num_layers <= first:
+        remedy = f"a target with {num_layers} layers has no hidden state to read; take a deeper one"
+        raise bad_option("capture_layers", chosen, remedy)
+    if chosen or fits(published):
+        return chosen or published
+    count = min(len(published), num_layers - first)
+    lowest = max(first, 1 if num_layers > count else 0)  # 0 is the embedding
+    ids = np.linspace(lowest, num_layers - 1, count) if count > 1 else [num_layers - 1]
+    return tuple(round(i) for i in ids)
 
 
 def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) -> DecoderConfig:
