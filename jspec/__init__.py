@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from jspec.drafters import Medusa as Medusa
     from jspec.drafters import NGram as NGram
     from jspec.drafters import NoDrafter as NoDrafter
+    from jspec.engine.batch import decode as decode
     from jspec.engine.batch import generate as generate
     from jspec.engine.loading import LoadedModel as LoadedModel
     from jspec.engine.loading import load as load
-    from jspec.engine.loop import decode as decode
     from jspec.engine.loop import step as step
     from jspec.engine.plan import Plan as Plan
     from jspec.models import adapters as adapters
@@ -61,7 +61,7 @@ _MODULE_OF = {
     "Verdict": "jspec.core.types",
     "adapters": "jspec.models",
     "certify": "jspec.tools.certify",
-    "decode": "jspec.engine.loop",
+    "decode": "jspec.engine.batch",
     "generate": "jspec.engine.batch",
     "load": "jspec.engine.loading",
     "step": "jspec.engine.loop",

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, get_args
 
+import jax
+
 from jspec.core.types import ChecksParams, Drafter, Params, Proposal, Target
 from jspec.util.messages import kind_of, shown
 from jspec.util.values import is_whole
@@ -107,8 +109,18 @@ def check_params(target: Target, drafter: Drafter, params: Params) -> None:
         raise ValueError(
             f"params is {kind_of(params)}; pass jspec.Params(target, drafter): the weights of both."
         )
+    check_on_host("params", params)
     check_weights(target, params.target)
     check_weights(drafter, params.drafter)
+
+
+def check_on_host(name: str, values: Any) -> None:
+    """Raise ValueError if ``values`` of the argument ``name`` are traced, as inside ``jax.jit``."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
+        raise ValueError(
+            f"{name} holds traced arrays, but generate runs on the host; use jspec.decode inside "
+            "jax.jit."
+        )
 
 
 def check_weights(owner: Target | Drafter, weights: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 
 from jspec.core import validation
-from jspec.core.types import Drafter, Params, Request, Shared, Target
+from jspec.core.types import Array, Drafter, Params, Request, Shared, Target
 from jspec.drafters import NoDrafter
 from jspec.engine import admission, loop
 from jspec.engine import answers as results
@@ -109,6 +109,7 @@ def _check_names(settings: dict[str, Any]) -> None:
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    validation.check_on_host("prompts", prompt)
     try:
         return tuple(map(operator.index, prompt))
     except TypeError:
@@ -257,6 +258,29 @@ def _read(batch: Batch, ran: Launch) -> Batch:
         for row, (answer, sequence) in enumerate(zip(batch.answers, batch.sequences, strict=True))
     )
     return batch.replace(answers=answers)
+
+
+def decode(
+    plan: Plan,
+    params: Params,
+    request: Request,
+    shared: Shared,
+    state: DecodeState,
+    until: Array | int,
+) -> tuple[Shared, DecodeState]:
+    """Run rounds until every sequence is done or ``state.round`` reaches ``until`` (int32 []).
+
+    One ``lax.while_loop`` on the device. ``plan`` is static; ``shared`` and ``state`` are consumed.
+    A second call with a larger ``until``, a number or an array, continues in the same program. It
+    may be called inside ``jax.jit``.
+
+    Raises:
+      ValueError: ``until`` is no whole number.
+    """
+    if not jnp.issubdtype(jnp.result_type(until), jnp.integer):
+        raise ValueError(f"until={shown(until)} must be a whole number; count rounds in an int.")
+    # A Python int has another type than an array, so it would compile another program.
+    return loop.decode(plan, params, request, shared, state, jnp.asarray(until, jnp.int32))
 
 
 def cancel(plan: Plan, batch: Batch, indices: Sequence[int]) -> Batch:

@@ -74,11 +74,7 @@ Carry = tuple[Shared, DecodeState, Launch | None]
 def decode(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, until: Array
 ) -> tuple[Shared, DecodeState]:
-    """Run rounds until every sequence is done or ``state.round`` reaches ``until`` (int32 []).
-
-    One ``lax.while_loop`` on the device. ``plan`` is static; ``shared`` and ``state`` are consumed.
-    A second call with a larger ``until`` continues in the same program.
-    """
+    """Run rounds up to ``until``; see ``jspec.decode``, which also takes it as a Python number."""
     is_running = functools.partial(_is_running, until)
     return _loop(plan, params, request, None, is_running, (shared, state, None))[:2]
 
@@ -129,10 +125,14 @@ def launch(
     return shared, state, ran
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def step(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> tuple[Shared, DecodeState]:
     """Add 1 to K+1 tokens to every unfinished sequence.
+
+    One program, compiled at the first call with a plan and shapes. Unlike ``decode`` it consumes
+    nothing, so old states stay valid; ``jax.jit`` with ``donate_argnames`` saves the copy.
 
     Invariant, on entry and on exit: the caches hold every committed token except the last one,
     which is the root (node 0) of the next draft.

@@ -12,6 +12,7 @@ from jspec.api.outputs import Transcript
 from jspec.core.types import History
 from jspec.drafters import Suffix
 from jspec.engine import batch as host
+from jspec.engine import loop
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from tests import llm_fixtures, shipped, tiny
@@ -223,7 +224,7 @@ def test_the_loop_copies_no_corpus():
     plan = Plan(tiny.TARGET, Suffix(4, **corpus))
     batch = host.start(plan, tiny.params(), SOME)
     arguments = (batch.request, init_shared(plan), batch.state, jnp.int32(9))
-    lowered = jspec.decode.lower(plan, tiny.params(), *arguments)
+    lowered = loop.decode.lower(plan, tiny.params(), *arguments)
     program = shipped.compiled(lowered).as_text()
     for shape in ("8192", "4,8192", "77"):
         assert f"s32[{shape}]" in program
