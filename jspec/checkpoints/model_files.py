@@ -158,7 +158,10 @@ def _is_float(tensor: Any) -> bool:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file; raise ValueError if there is none."""
     if not os.path.isfile(path):  # excludes pipes, which would block
-        raise ValueError(f"{path} does not exist; a checkpoint is a directory with {path.name}")
+        inside = sorted(str(file.parent) for file in path.parent.glob(f"*/{path.name}"))
+        remedy = f"; give {' or '.join(inside)}" if inside else ""
+        reason = f"{path} does not exist; a checkpoint is a directory with {path.name}"
+        raise ValueError(reason + remedy)
     if path.stat().st_size > _MOST_JSON:
         raise ValueError(f"{path} has more than {_MOST_JSON} bytes; download or save it again")
     try:

@@ -375,14 +375,18 @@ def test_a_head_that_guesses_in_one_pass_trains_further_from_its_files(words, ta
     assert distil("eagle", again) == 2
 
 
-def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
+def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path, capsys):
     first, both = tmp_path / "first", tmp_path / "both"
     heads = ["--num-heads", "2"]
     assert distil("medusa", [*words, "--output", str(first), *heads]) == 0
     check_run(first, target, "medusa")
     more = ["--joint", "--heads", str(first / "export"), "--format", "medusa"]
     assert distil("medusa", [*words, "--output", str(both), *more]) == 0
-    check_run(both, both / "export" / "target", "medusa", both / "export" / "heads")
+    folder = both / "export"
+    assert f"exported: LLM('{folder}/target', speculative_config=" in capsys.readouterr().out
+    check_run(both, folder / "target", "medusa", folder / "heads")
+    with pytest.raises(ValueError, match=f"give {folder}/heads or {folder}/target$"):
+        generate(target, {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2})
 
 
 def test_modules_for_later_tokens_are_trained_and_stitched_into_their_target(

@@ -212,6 +212,8 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         heads.export(params, directory / "heads")
         checkpoint.save_pretrained(folder, sizes, params.target, target.raw_config, dtype)
         target.tokenizer.save_pretrained(folder)
+        config = {"method": "medusa", "model": str(directory / "heads")}
+        print(f"exported: LLM({str(folder)!r}, speculative_config={config})")
 
     weights_of = lambda params: (trainer.gather(params.target), finished(params))
     return dataclasses.replace(heads, export=export, weights_of=weights_of)
