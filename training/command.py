@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from training.errors import OptionError, Stopped, TrainingError
+from training.errors import OptionError, Stopped, TrainingError, file_error
 
 Settings = TypeVar("Settings")
 
@@ -33,7 +33,7 @@ def run_command(
       The exit code: 0, 1 if training stopped for a reason, 2 on bad input, 130 on Ctrl-C, 143 on
       SIGTERM.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, settings = list(sys.argv[1:] if argv is None else argv), None
     try:
         settings = parse(kind, argv, module=module, description=description)
         with _terminable():
@@ -42,6 +42,9 @@ def run_command(
         return int(stop.code or 0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {file_error(error, settings)}", file=sys.stderr)
         return 2
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)

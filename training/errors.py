@@ -1,7 +1,12 @@
 """Errors of options and of training, and the checks of options that raise them."""
 
+import contextlib
+import dataclasses
+import errno
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -24,6 +29,51 @@ class Stopped(KeyboardInterrupt):
 def bad_option(name: str, value: Any, remedy: str) -> OptionError:
     """Return the error of an option that cannot work, under its name on the command line."""
     return OptionError(f"--{name.replace('_', '-')} {value!r} does not work; {remedy}")
+
+
+def file_error(error: OSError, options: Any) -> str:
+    """Return one line about a file that cannot be read or written, with the option that names it.
+
+    ``options`` is a dataclass, or None; fields of its dataclass fields are options too.
+    """
+    cause = error.strerror or str(error)
+    if error.filename is None:
+        return f"{cause}; free some space, or name another place"
+    file = Path(os.path.abspath(error.filename))
+    best = None
+    for name, value in _words(options):
+        path = Path(os.path.abspath(value))
+        # A folder above the option's path is one that could not be made.
+        if file.is_relative_to(path) or path.is_relative_to(file):
+            shared = len(os.path.commonpath([file, path]))
+            best = max(best or (0, "", ""), (shared, name, value))
+    where = f"{cause}: {error.filename}"
+    if best is None:
+        return where
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "make room there, or name another place" if full else "name another place"
+    return str(bad_option(best[1], best[2], f"{where}; {remedy}"))
+
+
+def _words(options: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of all options that may be paths."""
+    for name, value in vars(options).items() if dataclasses.is_dataclass(options) else ():
+        if dataclasses.is_dataclass(value):
+            yield from _words(value)
+        for word in value if isinstance(value, tuple) else (value,):
+            if isinstance(word, str) and word:
+                yield name, word
+
+
+@contextlib.contextmanager
+def naming(path: Any) -> Iterator[None]:
+    """Add ``path`` to an OSError that names no file, such as one of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def check_each(

@@ -8,16 +8,23 @@ from filelock import FileLock, Timeout
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Lock ``path`` by a file beside it, which is removed afterwards.
+def alone(path: Path, *, folder: bool = False) -> Iterator[None]:
+    """Lock ``path`` by a file beside it, or in it if it is a ``folder``; it is removed afterwards.
 
     The operating system releases the lock when the process dies.
 
     Raises:
       ValueError: another process holds it.
+      OSError: the lock cannot be written; the error names ``path``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
+    name = path / ".lock" if folder else path.with_name(f"{path.name}.lock")
+    name.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        name.touch()  # the lock itself would take an error for a lock of another process
+    except OSError as error:
+        error.filename = str(path)  # not that of the lock, which no option names
+        raise
+    lock = FileLock(name, timeout=0)
     try:
         lock.acquire()
     except Timeout:

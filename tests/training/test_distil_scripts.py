@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import resource
 import shutil
 
 import jax
@@ -667,6 +668,20 @@ def test_an_impossible_run_ends_in_one_line(method, more, message, words, tmp_pa
     assert printed.startswith("error: ")
     assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_cache_is_named_in_one_line(words, tmp_path, capfd):
+    argv = [*words, "--output", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+    try:
+        assert distil("medusa", argv) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"error: --cache '{tmp_path}/cache' does not work; File too large: ")
+    assert printed.endswith("make room there, or name another place\n")
+    assert printed.count("\n") == 1 and list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_format_is_checked_before_features_are_computed(words, tmp_path, capsys):

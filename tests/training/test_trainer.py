@@ -1,5 +1,6 @@
 """The trainer, in one process on one device."""
 
+import dataclasses
 import json
 import os
 import re
@@ -76,7 +77,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path, whole, mo
         broken.setattr(os, "rename", power_cut)
         broken.setattr(os, "replace", power_cut)
 
-    with monkeypatch.context() as broken, pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as broken, pytest.raises(TrainingError, match="no space"):
         toy.run(tmp_path, stop_after=2, bar=cut)
     assert saved(tmp_path) == (before.step,)
     assert same(toy.run(tmp_path).params, whole[0].params)
@@ -316,9 +317,42 @@ def test_a_command_that_a_signal_stops_ends_with_the_code_of_the_signal(
     assert command(None) == 0 and saved(tmp_path)[-1] == 10
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a command with two paths."""
+
+    output: str
+    cache: str = "/"
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("file", "File exists"),
+        ("file/run", "Not a directory"),
+        ("/proc/nothing/run", "No such file or directory"),
+    ],
+)
+def test_a_run_that_cannot_be_written_names_its_option_in_one_line(name, cause, tmp_path, capfd):
+    (tmp_path / "file").write_text("text")
+    out = tmp_path / name
+    train = lambda *_: toy.run(out)
+    assert run_command(Options, train, ["--output", str(out)], module="x", description="x") == 2
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"error: --output '{out}' does not work; {cause}: ")
+    assert printed.endswith("; name another place\n") and printed.count("\n") == 1
+
+
+def test_the_lock_of_a_run_lies_in_its_folder(tmp_path):
+    seen = []
+    toy.run(tmp_path / "run", steps=2, bar=lambda *_: seen.extend(tmp_path.rglob("*lock")))
+    assert set(seen) == {tmp_path / "run" / ".lock"}
+    assert not list(tmp_path.rglob("*lock"))
+
+
 def test_two_processes_do_not_train_one_run(tmp_path):
     refused = pytest.raises(ValueError, match="'run' is being written by another process")
-    with alone(tmp_path / "run"), refused:
+    with alone(tmp_path / "run", folder=True), refused:
         toy.run(tmp_path / "run", steps=2)
     assert toy.run(tmp_path / "run", steps=2).finished
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

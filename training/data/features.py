@@ -9,6 +9,8 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from jspec.core.types import Array
 from jspec.util import atomic_files
 from training.batches import Batch
 from training.data.loader import Rows
-from training.errors import bad_option
+from training.errors import bad_option, naming
 from training.locks import alone
 from training.progress import progress
 
@@ -119,7 +121,11 @@ def _num_filled(path: Path, mark: Path) -> int:
 def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path) -> None:
     """Compute the windows after those that ``mark`` counts."""
     done = _num_filled(path, mark)
-    features = np.memmap(path, ml_dtypes.bfloat16, "r+" if done else "w+", shape=shape)
+    if not done:
+        # A mapped file with holes would end the process by a signal once the disk is full.
+        with naming(path), path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 2 * math.prod(shape))
+    features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=shape)
     with progress("features of the target", len(rows)) as update:
         for start in range(done, len(rows), _TOGETHER):
             end = min(start + _TOGETHER, len(rows))

@@ -17,6 +17,7 @@ import numpy as np
 from training.data.encode import Encoded, Encoder, vocabulary_digest
 from training.data.files import Source
 from training.data.ledger import Ledger
+from training.errors import naming
 from training.progress import progress
 
 _BATCH = 512  # records that the tokenizer gets at once
@@ -64,7 +65,8 @@ def tokenized(
         cache.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
         try:
-            _build(aside, sources, encoder, Ledger(max_bad_lines))
+            with naming(folder):
+                _build(aside, sources, encoder, Ledger(max_bad_lines))
             aside.rename(folder)
         except OSError:
             if not (folder / _RECORD).exists():  # else another process was faster

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from training.digests import tree_digest
+from training.errors import TrainingError
 from training.trainer.programs import TrainState
 
 # Files of every whole checkpoint. Orbax deletes files in any order, and never one that lacks these.
@@ -93,7 +94,8 @@ class Checkpoints:
             batches=grain.checkpoint.CheckpointSave(batches),
         )
         value = {self._name: (metrics or {}).get(self._name, self._worst)}
-        self._manager.save(step, args=args, metrics=value, force=True)
+        with self._saving():
+            self._manager.save(step, args=args, metrics=value, force=True)
 
     def restore(self, layout: TrainState, batches: grain.DatasetIterator) -> TrainState:
         """Return the newest state, in the shapes, dtypes and shardings of ``layout``.
@@ -160,18 +162,35 @@ class Checkpoints:
             f"delete the folder {str(self._directory / str(step))!r} to {remedy}"
         )
 
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turn a failure to write into a ``TrainingError``."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # the devices' errors
+        except Exception as error:  # many kinds, from several libraries
+            cause = textwrap.shorten(str(error) or type(error).__name__, 160)
+            raise TrainingError(
+                f"a checkpoint cannot be saved in {str(self._directory)!r} ({cause}); make room "
+                "there, and run the same command to resume from the one before"
+            ) from error
+
     def close(self) -> None:
         """Wait for unfinished saves."""
         try:
-            self._manager.wait_until_finished()
+            with self._saving():
+                self._manager.wait_until_finished()
         finally:
-            self._manager.close()
+            with contextlib.suppress(Exception):  # the same failure again
+                self._manager.close()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        self.close()
+    def __exit__(self, kind, *error):
+        with contextlib.suppress(*([TrainingError] if kind else [])):  # keep the first error
+            self.close()
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def train(
     known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            stack.enter_context(alone(out))
+            stack.enter_context(alone(out, folder=True))
             drop_unfinished(out / "checkpoints")
         meshes.wait_for_all("unfinished checkpoints")
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))

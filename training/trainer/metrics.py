@@ -1,5 +1,6 @@
 """Metrics of a run: means on the host, the log, and its curves."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,11 @@ class Log:
                 self._board.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write what is buffered for TensorBoard; lines of the log are written already."""
         if self._file is not None:
-            self._file.close()
-            self._board.close()
+            for writer in (self._file, self._board):
+                with contextlib.suppress(OSError):  # of a full disk, which stopped the run before
+                    writer.close()
 
 
 def read_log(path: Path) -> list[dict]:
