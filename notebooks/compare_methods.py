@@ -50,6 +50,7 @@ import numpy as np
 from jspec.tools.bench.questions import Question
 from jspec.tools.bench.run import bench
 from jspec.tools.bench.settings import Settings
+from tqdm import tqdm
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 print("on", jax.devices()[0].device_kind)
@@ -67,10 +68,11 @@ METHODS = {
     "eagle3": {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4},
 }
 SWEPT = "draft_model"  # measured at every K below
-DEPTHS = (1, 2, 3, 4, 6, 8)
-QUESTIONS = 4  # of each kind
-MAX_TOKENS = 96
-REPEATS = 5
+DEPTHS = (1, 2, 4, 8)
+# Larger values make the figures steadier and take longer.
+QUESTIONS = 2  # of each kind
+MAX_TOKENS = 64
+REPEATS = 3
 DTYPE = "bfloat16"
 
 # %% [markdown]
@@ -123,7 +125,15 @@ def measure(methods, temperature=0.0):
         dtype=DTYPE,
         peers=False,
     )
-    rows = bench(TARGET, questions, settings)["rows"]
+    count = len(methods) + 1  # each is compiled, and its parts are timed
+    with tqdm(total=2 * count + 2, bar_format="{bar:20} {elapsed} {desc}") as bar:
+
+        def on_step(words):
+            """Show the step that begins."""
+            bar.update()
+            bar.set_description_str(words)
+
+        rows = bench(TARGET, questions, settings, on_step=on_step)["rows"]
     return dict(zip(["plain", *methods], rows, strict=True))
 
 

@@ -50,16 +50,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
+from tqdm import tqdm
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
 # %% tags=["parameters"]
 TARGET = DEMO / "target"
 FILES = 150  # of the standard library, for the table
-MAX_TOKENS = 96
-NUM_DRAFTS = 4096  # rounds that a certificate samples
-DEPTHS = (1, 2)  # K, measured
-REPEATS = 5
+# Larger values make the figures steadier and take longer.
+MAX_TOKENS = 64
+NUM_DRAFTS = 1024  # rounds that a certificate samples
+DEPTHS = (2,)  # K, measured
+REPEATS = 3
 
 # %% [markdown]
 # ## 1. A table from text
@@ -250,14 +252,22 @@ def show(findings):
         print(f"{mark} {finding.check:10} {limit}  {finding.subject[:90]}")
 
 
-report = jspec.certify(
-    model=model,
-    speculative_config=config(Drawn),
-    prompts=PROMPTS,
-    max_tokens=32,
-    num_drafts=NUM_DRAFTS,
-    temperature=0.8,
-)
+with tqdm(bar_format="{n} steps {elapsed} {desc}") as bar:
+
+    def progress(words):
+        """Show the step that begins."""
+        bar.update()
+        bar.set_description_str(words)
+
+    report = jspec.certify(
+        model=model,
+        speculative_config=config(Drawn),
+        prompts=PROMPTS,
+        max_tokens=32,
+        num_drafts=NUM_DRAFTS,
+        temperature=0.8,
+        progress=progress,
+    )
 show(report.findings)
 print("passed" if report.passed else "FAILED")
 assert report.passed
@@ -312,7 +322,8 @@ settings = Settings(
     dtype="bfloat16",
     peers=False,
 )
-rows = bench(TARGET, questions, settings)["rows"]
+with tqdm(total=4 * len(DEPTHS) + 4, bar_format="{bar:20} {elapsed} {desc}") as bar:
+    rows = bench(TARGET, questions, settings, on_step=progress)["rows"]
 for row in rows:
     given = row["config"]
     row["label"] = (
