@@ -66,7 +66,7 @@ def _words(options: Any) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def naming(path: Any) -> Iterator[None]:
+def adding_filename(path: Any) -> Iterator[None]:
     """Add ``path`` to an OSError that names no file, such as one of a full disk."""
     try:
         yield

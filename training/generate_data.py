@@ -36,7 +36,7 @@ from training.data.ledger import Ledger
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
 from training.digests import same_weights, weights_digest
-from training.errors import bad_option, check_each, check_least, naming
+from training.errors import adding_filename, bad_option, check_each, check_least
 from training.locks import alone
 from training.progress import progress
 from training.provenance import provenance, without_folders
@@ -148,7 +148,11 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
             return 0
         llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
         answered, tokens, begun = len(prompts) - count, 0, time.monotonic()
-        with naming(output), output.open("ab") as file, progress("prompts", len(prompts)) as update:
+        with (
+            adding_filename(output),
+            output.open("ab") as file,
+            progress("prompts", len(prompts)) as update,
+        ):
             update(answered)
             for group in todo:
                 lines = answers(llm, encoder, settings, group)

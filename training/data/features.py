@@ -26,7 +26,7 @@ from jspec.core.types import Array
 from jspec.util import atomic_files
 from training.batches import Batch
 from training.data.loader import Rows
-from training.errors import bad_option, naming
+from training.errors import adding_filename, bad_option
 from training.locks import alone
 from training.progress import progress
 
@@ -123,7 +123,7 @@ def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path)
     done = _num_filled(path, mark)
     if not done:
         # A mapped file with holes would end the process by a signal once the disk is full.
-        with naming(path), path.open("wb") as file:
+        with adding_filename(path), path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 2 * math.prod(shape))
     features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=shape)
     with progress("features of the target", len(rows)) as update:

@@ -17,7 +17,7 @@ import numpy as np
 from training.data.encode import Encoded, Encoder, vocabulary_digest
 from training.data.files import Source
 from training.data.ledger import Ledger
-from training.errors import naming
+from training.errors import adding_filename
 from training.progress import progress
 
 _BATCH = 512  # records that the tokenizer gets at once
@@ -65,7 +65,7 @@ def tokenized(
         cache.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
         try:
-            with naming(folder):
+            with adding_filename(folder):
                 _build(aside, sources, encoder, Ledger(max_bad_lines))
             aside.rename(folder)
         except OSError:
