@@ -68,10 +68,10 @@ METHODS = {
     "eagle3": {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4},
 }
 SWEPT = "draft_model"  # measured at every K below
-DEPTHS = (1, 2, 4, 8)
+DEPTHS = (1, 2, 4)
 # Larger values make the figures steadier and take longer.
 QUESTIONS = 2  # of each kind
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 REPEATS = 3
 DTYPE = "bfloat16"
 
