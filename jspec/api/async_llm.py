@@ -18,7 +18,7 @@ from typing import Any
 from jspec.api.llm import LLM, STREAM_ROUNDS
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
-from jspec.api.running import RunningRequest
+from jspec.api.running import RunningRequest, check_ids
 from jspec.api.sampling_params import SamplingParams
 from jspec.engine.launches import Launch
 from jspec.engine.programs import Programs
@@ -202,7 +202,7 @@ class AsyncLLM:
     ) -> list[RunningRequest]:
         """Queue a request for each prompt, all or none; errors are those of ``submit``."""
         check_priority(priority)
-        _check_ids(request_ids)
+        check_ids(request_ids)
         batch = await self._resolved(prompts, sampling_params)
         names = [str(each.number) for each in batch] if request_ids is None else request_ids
         if len(names) != len(batch):
@@ -435,14 +435,6 @@ class AsyncLLM:
     def _fail_all(self) -> None:
         for running in list(self._running.values()):
             self._fail(running, self._error)
-
-
-def _check_ids(ids: Any) -> None:
-    """Raise ValueError unless ``request_ids`` is None or a list of names."""
-    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
-    if ids is None or (is_list and all(isinstance(name, str) for name in ids)):
-        return
-    raise ValueError(f"request_ids={shown(ids)} must be a list of str, or None for numbers.")
 
 
 def _call_logged(on_launch: Callable[[Launch], None], launch: Launch) -> None:

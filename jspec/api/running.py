@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.engine.engine import Ticket
+from jspec.util.messages import shown
 
 
 class RunningRequest:
@@ -84,3 +86,11 @@ class RunningRequest:
     def _tell(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._has_news.set)
+
+
+def check_ids(ids: Any) -> None:
+    """Raise ValueError unless ``request_ids`` is None or a list of names."""
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+    if ids is None or (is_list and all(isinstance(name, str) for name in ids)):
+        return
+    raise ValueError(f"request_ids={shown(ids)} must be a list of str, or None for numbers.")

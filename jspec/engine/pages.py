@@ -6,8 +6,7 @@ program allocates memory.
 
 A full page is known by a digest of all text that its entries depend on: up to its end, and for some
 drafters the token after it. A sequence that begins with known pages shares them and prefills only
-the rest. A page that no sequence holds stays known until it is taken for other tokens, the one that
-was freed first before others.
+the rest. A free page stays known until it is taken again; the page freed first goes first.
 
 If all layers have sliding windows, a sequence gives pages back as its text leaves them behind, and
 shares those of a prefix that its first query sees. Models that mix layers keep all pages.
