@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import tyro
 
+from jspec.util.processes import exit_at_once
 from training.errors import OptionError, Stopped, TrainingError, file_error
 
 Settings = TypeVar("Settings")
+_SIGNAL = 128  # exit codes above it are those of signals
 
 
 def run_command(
@@ -55,6 +57,13 @@ def run_command(
             print(stop, file=sys.stderr)
         return stop.exit_code
     return 0
+
+
+def end(code: int) -> None:
+    """End the process with the code of ``run_command``: at once after a signal."""
+    if code > _SIGNAL:
+        exit_at_once(code)
+    sys.exit(code)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from jspec.checkpoints import checkpoint
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from training import trainer
-from training.command import run_command
+from training.command import end, run_command
 from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
@@ -245,4 +245,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -1,11 +1,11 @@
 """Short form of ``python -m training.distill draft``."""
 
 import functools
-import sys
 
 from training import distill
+from training.command import end
 
 main = functools.partial(distill.run_method, "draft", module="training.distill_draft")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

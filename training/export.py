@@ -8,7 +8,6 @@ The contents of the files identify the head. Weights keep their values, and thei
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.mtp import MtpConfig
-from training.command import run_command
+from training.command import end, run_command
 from training.errors import bad_option
 from training.forward import head_of
 
@@ -145,4 +144,4 @@ main = functools.partial(
 )
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

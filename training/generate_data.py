@@ -28,7 +28,7 @@ from jspec.checkpoints import checkpoint
 from jspec.engine import loading
 from jspec.util import atomic_files, values
 from jspec.util.messages import shown
-from training.command import run_command
+from training.command import end, run_command
 from training.data import files, readers
 from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
@@ -147,7 +147,7 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
             print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
             return 0
         llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
-        answered, tokens, begun = len(prompts) - count, 0, time.monotonic()
+        answered, tokens, begun, num_ended = len(prompts) - count, 0, time.monotonic(), 0
         with (
             adding_filename(output),
             output.open("ab") as file,
@@ -161,9 +161,19 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
                 file.flush()
                 os.fsync(file.fileno())
                 answered += len({line["key"] for line in lines})
+                num_turns = {prompt.key: len(prompt.turns) for prompt in group}
+                num_ended += sum(
+                    line["turn"] == 0 and line["turns"] < num_turns[line["key"]] for line in lines
+                )
                 tokens += sum(len(line["token_ids"]) for line in lines)
                 rate = tokens / max(time.monotonic() - begun, 1e-9)
                 update(answered, f"{rate:,.0f} tokens/s", True)
+        if num_ended:
+            print(
+                f"{num_ended:,} conversations ended before their last turn: they had grown to the "
+                f"target's {llm.max_model_len} positions",
+                file=sys.stderr,
+            )
         return count
 
 
@@ -246,8 +256,8 @@ def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
         files.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
         return set()
     _check_same_run(path, facts)
-    beside = readers.provenance_of(path)
-    before = readers.read_provenance(beside)
+    beside = files.provenance_of(path)
+    before = files.read_provenance(beside)
     if before["weights"] != facts["weights"]:  # an earlier version recorded one row of each
         recorded = json.dumps(before | {"weights": facts["weights"]}, indent=2) + "\n"
         atomic_files.write(beside, recorded.encode())
@@ -326,4 +336,4 @@ main = functools.partial(
 )
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

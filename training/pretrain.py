@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import platform
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training import data, trainer
 from training.batches import Batch
-from training.command import run_command
+from training.command import end, run_command
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
 from training.errors import bad_option, check_each, check_least, refuse_idle
 from training.forward import head_of, hidden_states
@@ -245,4 +244,4 @@ main = functools.partial(
 )
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

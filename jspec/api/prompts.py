@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jspec.api import content, limits
+from jspec.api import content
+from jspec.util import limits
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import encodes
 

@@ -7,13 +7,13 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from jspec.api import limits
 from jspec.api.outputs import RequestOutput, Transcript
 from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Mode, Scoring
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import outputs
+from jspec.util import limits
 from jspec.util.buckets import bucket
 
 

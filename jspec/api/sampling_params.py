@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jspec.api import limits
 from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
 from jspec.grammar import automata, outputs
+from jspec.util import limits
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import are_whole, encodes, is_function, is_whole, listed, plain
 

@@ -1,9 +1,7 @@
 """The command ``jspec``. No library module sets environment variables."""
 
 import _thread
-import contextlib
 import io
-import logging
 import os
 import signal
 import sys
@@ -23,6 +21,7 @@ from jspec.cli.options import option
 from jspec.cli.run_batch import run_batch
 from jspec.cli.serve import serve
 from jspec.cli.tune import tune
+from jspec.util.processes import exit_at_once
 
 # transformers reads them at import. Its advice to install torch would mislead: jspec needs none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -41,20 +40,14 @@ app = typer.Typer(
 def run() -> None:
     """Run ``main`` as a process, which ends at once if it was interrupted or still compiles.
 
-    XLA compiles in threads of its own and goes on after Ctrl-C. At the usual end of Python, JAX
-    frees the devices that these threads use: a segmentation fault. Threads of a closed server that
-    compile would hold up the end for minutes.
+    Threads of a closed server that compile would hold up the usual end for minutes.
     """
     try:
         main()
     except SystemExit as end:
         if not (_WAS_INTERRUPTED.is_set() or _still_compiles()):
             raise
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed
-                stream.flush()
-        os._exit(end.code)
+        exit_at_once(end.code)
 
 
 def main() -> None:

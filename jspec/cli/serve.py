@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jspec.api import limits
 from jspec.cli import arguments, options, server_options, stages
 from jspec.cli.options import option
+from jspec.util import limits
 from jspec.util.messages import did_you_mean, shown
 
 _server = lambda kind, help, *names, **rest: option(

@@ -12,9 +12,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jspec.api import limits
 from jspec.server.errors import RequestError
 from jspec.server.serving import Server, body_size
+from jspec.util import limits
 
 _log = logging.getLogger("jspec.server.access")
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)

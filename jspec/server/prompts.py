@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.api import content as contents
-from jspec.api import limits
 from jspec.server import templates
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import ChatFields, CompletionFields, TokenizeFields
 from jspec.server.serving import Server
+from jspec.util import limits
 from jspec.util.messages import shown
 from jspec.util.values import encodes
 

@@ -18,7 +18,6 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jspec.api import limits
 from jspec.api.async_llm import AsyncLLM
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
@@ -27,6 +26,7 @@ from jspec.server.gate import Gate
 from jspec.server.metrics import Observer
 from jspec.server.middleware import Cors
 from jspec.server.serving import Server, Settings
+from jspec.util import limits
 from jspec.util.messages import shown
 
 _TYPICAL_SCHEMA = {

@@ -11,7 +11,6 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
-from jspec.api import limits
 from jspec.api.async_llm import AsyncLLM, RunningRequest
 from jspec.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jspec.api.sampling_params import SamplingParams
@@ -19,6 +18,7 @@ from jspec.server import errors
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import GenerationFields
 from jspec.server.metrics import Observer
+from jspec.util import limits
 from jspec.util.messages import printable
 
 SHORT_BYTES = 64 << 10  # of a body that is worked on at once

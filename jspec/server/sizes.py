@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jspec.api import limits
 from jspec.server.errors import RequestError
 from jspec.server.fields import taken
 from jspec.server.serving import Server
+from jspec.util import limits
 
 _OF_LISTS = (limits.MESSAGES, limits.INPUT, limits.DOCUMENTS, limits.TOOLS)
 _OF_TEXTS = (limits.REQUEST_ID, limits.CACHE_SALT)

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import jspec
-from jspec.api import limits
 from jspec.api.prompts import Encoder
+from jspec.util import limits
 from tests.server import live
 
 SERVING = Path(__file__).resolve().parents[2] / "docs" / "serving.md"

@@ -197,6 +197,16 @@ def test_every_turn_is_answered_behind_the_answers_before_it(target, tmp_path):
         assert line["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
 
 
+def test_conversations_that_outgrow_the_target_are_counted(target, tmp_path, capsys):
+    turns = [["the quick", "x" * 600], ["lazy dog", "fox"]]
+    prompts = write(tmp_path / "turns.jsonl", [{"turns": each} for each in turns])
+    path = tmp_path / "answers.jsonl"
+    assert generate_data.main(arguments(target, prompts, path, "--every-turn")) == 0
+    assert sorted(line["turns"] for line in lines_of(path)) == [1, 2, 2]
+    printed = capsys.readouterr().err
+    assert "1 conversations ended before their last turn: they had grown to the target's" in printed
+
+
 def test_texts_are_cut_into_prompts(target, tmp_path):
     text = "the quick brown fox jumps over the lazy dog. " * 6
     prompts = write(tmp_path / "text.jsonl", [{"text": text}])
