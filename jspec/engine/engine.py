@@ -644,7 +644,7 @@ class Engine:
             except _INTERRUPTIONS:
                 raise
             except BaseException as error:  # panics of Rust are no Exception
-                self._fail(ticket, error if isinstance(error, ValueError) else _fault(error))
+                self._fail(ticket, _fault(error))
         return verify_alone(plan, profile, *inputs, state, halfway, bits, used, table)
 
     def _read_all_but(self, count: int) -> None:
@@ -785,8 +785,13 @@ def _is_of_device(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(is_status)
 
 
-def _fault(error: BaseException) -> RuntimeError:
-    """Return the error of a sequence that failed alone."""
+def _fault(error: BaseException) -> Exception:
+    """Return the error of a sequence that failed alone.
+
+    A check that refused it stays a ValueError; other errors become RuntimeError.
+    """
+    if isinstance(error, ValueError) and not _is_of_device(error):
+        return error
     first, remedy = str(error).strip().partition("\n")[0], "what it asks for may be at fault"
     if "RESOURCE_EXHAUSTED" in str(error):
         remedy = "there is too little memory; run fewer sequences together, or give the cache less"

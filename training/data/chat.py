@@ -220,7 +220,7 @@ class ChatTemplate:
         return Counter()
 
     def _render(
-        self, messages: Messages, tools: Tools, tokenize: bool = False, **options: Any
+        self, messages: Messages, tools: Tools = (), tokenize: bool = False, **options: Any
     ) -> Any:
         messages = without_weights(messages)
         render = functools.partial(
