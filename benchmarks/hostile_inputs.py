@@ -64,6 +64,17 @@ def _of_grammars() -> Iterator[Hostile]:
     yield _grammar("enum of 50,000", json={"enum": [f"value {n}" for n in range(50_000)]})
 
 
+def features() -> list[Hostile]:
+    """Return harmless requests that use what compiles when it is first asked for."""
+    recursive = {"type": "object", "properties": {"a": {"$ref": "#"}}}
+    return [
+        Hostile("logit_bias", _bodies({"logit_bias": {"5": 1.0}})),
+        _grammar("a regex", regex="[a-c]{2,6}"),
+        _grammar("a schema", json={"type": "object", "properties": {"a": {"type": "integer"}}}),
+        _grammar("a schema that contains itself", json=recursive),
+    ]
+
+
 def inputs(vocab_size: int) -> list[Hostile]:
     """Return all inputs, for a model with a vocabulary of some size."""
     text = {"prompt": "a " * 3_900_000}

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,13 @@ def test_the_table_has_a_line_for_each_input(rows):
     assert [line.split(" | ")[0] for line in lines[2:5]] == [f"| {row['input']}" for row in rows]
     assert lines[-1].endswith("it ended in 1.5 s.")
     assert serve_hostile.table([], None).endswith("it ended not in 60 s.")
+
+
+def test_the_table_of_the_docs_is_that_of_the_results():
+    root = Path(__file__).parents[2]
+    run = json.loads((root / "benchmarks/results/serve_hostile.json").read_text())
+    table = serve_hostile.table(run["result"], run["seconds_to_end"])
+    assert table in (root / "docs/serving.md").read_text()
 
 
 def test_all_inputs_are_json_that_is_sent_as_it_is():
