@@ -167,8 +167,10 @@ def serve(
     """Serve a model over OpenAI's HTTP API."""
     del config  # its callback has read it
     model = _model(context, model, model_flag)
-    _check_choice("--log-format", log_format, ("text", "json"))
-    _check_choice("--per-request-spec-decode-stats", per_request_spec_decode_stats, _STATS)
+    server_options.check_choice("--log-format", log_format, ("text", "json"))
+    server_options.check_choice(
+        "--per-request-spec-decode-stats", per_request_spec_decode_stats, _STATS
+    )
     server_options.check_forms(tool_call_parser, reasoning_parser, chat_template_content_format)
     chat_template = server_options.template_of(chat_template)
     _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs)
@@ -259,12 +261,6 @@ def _tracer(endpoint: str | None) -> Any:
         from jspec.server import traces
 
         return traces.over_http(endpoint)
-
-
-def _check_choice(flag: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed:
-        words = " or ".join(each for each in allowed if each)
-        raise ValueError(f"{flag} {shown(value)} must be {words}.")
 
 
 def _check_tls(keyfile: Path | None, certfile: Path | None, ca: Path | None, reqs: int) -> None:

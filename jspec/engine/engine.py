@@ -304,6 +304,8 @@ class Engine:
         except _INTERRUPTIONS:
             if self._has_lost:  # Ctrl-C inside a call that had consumed its inputs
                 self._start_again()
+            elif self._staged and self._staged.intake is None:
+                self._queue_again()
             raise
         except BaseException as error:  # panics of Rust are no Exception
             self._recover(error)

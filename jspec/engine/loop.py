@@ -126,6 +126,7 @@ def launch(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
 def step(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> tuple[Shared, DecodeState]:

@@ -52,7 +52,8 @@ def source_of(outputs: Mapping[str, Any]) -> str:
 
     def make(is_read: Callable[[], bool]) -> str:
         arguments = dict(kind=kind, value=value, seconds=limits.FOLLOWED_SECONDS)
-        return workers.run("source", is_read, **arguments)[0]
+        with _in_memory(kind, value):
+            return workers.run("source", is_read, **arguments)[0]
 
     with _in_time(kind, value):
         return _SOURCES.get(text, make, lambda source: len(text) + len(source))
@@ -62,12 +63,20 @@ _SOURCES, _STOP_REASONS = Results(32 << 20), Results(32 << 20)
 
 
 @contextlib.contextmanager
-def _in_time(kind: str, value: Any) -> Iterator[None]:
+def _in_memory(kind: str, value: Any) -> Iterator[None]:
+    """Refuse a grammar that is too large; ``Results`` caches a ValueError, and no other error."""
     try:
         yield
     except MemoryError:
         reason = "it needs more than memory or time allow"
         raise ValueError(sources.refused(kind, value, reason)) from None
+
+
+@contextlib.contextmanager
+def _in_time(kind: str, value: Any) -> Iterator[None]:
+    """Refuse a grammar that a busy machine did not compile; it may be sent again."""
+    try:
+        yield
     except TimeoutError as error:
         raise ValueError(sources.refused(kind, value, error)) from None
 
@@ -123,7 +132,8 @@ def followed(
 
     def make(is_read: Callable[[], bool]) -> str | None:
         arguments = dict(vocabulary=vocabulary, seconds=limits.FOLLOWED_SECONDS)
-        return workers.run("followed", is_read, source=source, **arguments)[0]
+        with _in_memory(kind, value):
+            return workers.run("followed", is_read, source=source, **arguments)[0]
 
     # Some grammars take hours or all memory. So a child process tries each first.
     with _in_time(kind, value):

@@ -23,6 +23,7 @@ MOST_NESTED = 200  # groups inside each other in a pattern; Rust's regex has 250
 # seconds at 49,152 tokens; what needs more is followed by the host, where the host can.
 SECONDS = 10  # of processor time for an automaton
 FOLLOWED_SECONDS = 3  # of processor time for a grammar that the host follows, which it builds again
+VOCABULARY_SECONDS = 60  # of processor time to receive a vocabulary
 WAIT_SECONDS = 30  # of time, on a busy machine
 MEMORY = 3 << 30  # bytes of address space; libraries take a third
 

@@ -123,17 +123,22 @@ class _Pool:
             given.send({**task, "seconds": seconds}, {})
             reply = given.reply(is_read, end)
             is_reusable = reply is not None and time.monotonic() - begin < _QUICK_SECONDS
+        except TimeoutError:  # an OSError too
+            raise
         except OSError:  # it was killed while it waited
             reply = None
         finally:
-            self._put(given, is_reusable)
             self._places.release()
+            self._put(given, is_reusable)
         return reply
 
     def _send_vocabulary(self, given: _Child, vocabulary: Vocabulary, *wait: Any) -> None:
         parts = {name: part for name, part in vars(vocabulary).items() if name != "size"}
-        given.send({"operation": "vocabulary", "size": vocabulary.size, "seconds": 60}, parts)
-        given.reply(*wait)
+        seconds = limits.VOCABULARY_SECONDS
+        given.send({"operation": "vocabulary", "size": vocabulary.size, "seconds": seconds}, parts)
+        reply = given.reply(*wait)
+        if reply is None or "error" in reply[0]:
+            raise BrokenPipeError("the child process has no vocabulary")
         given.vocabulary = vocabulary
 
     def _take(self) -> _Child:
@@ -153,7 +158,7 @@ class _Pool:
                 return
         if given is not None:
             given.kill()
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # the next task starts one if this fails
             if not self._idle:
                 self._idle.append(_Child())
 

@@ -109,23 +109,25 @@ def _generation(server: Server) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: fields.CompletionFields) -> dict[str, Any] | Response:
-        return await _answered(completions.answer(server, body))
+        return await _answered(server, completions.answer(server, body))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def converse(body: fields.ChatFields) -> dict[str, Any] | Response:
-        return await _answered(chat.answer(server, body))
+        return await _answered(server, chat.answer(server, body))
 
     @router.post("/v1/responses", response_model=None)
     async def respond(body: fields.ResponseFields) -> dict[str, Any] | Response:
-        return await _answered(responses.answer(server, body))
+        return await _answered(server, responses.answer(server, body))
 
     return router
 
 
-async def _answered(answer: Awaitable[Any]) -> dict[str, Any] | Response:
+async def _answered(server: Server, answer: Awaitable[Any]) -> Response:
     try:
         answered = await answer
-        return answered if isinstance(answered, Response) else JSONResponse(answered)
+        if isinstance(answered, Response):
+            return answered
+        return await server.in_thread(lambda: JSONResponse(answered))
     except Exception as error:
         return errors.of(error).response
 

@@ -29,15 +29,7 @@ async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Respons
     if fields.stream:
         return Events(batch, form.events(batch))
     (output,) = await batch.last()
-    choices = await server.in_thread(
-        lambda: [form.choice(output, whole(text)) for text in output.outputs]
-    )
-    body = {**form.head, "choices": choices, "usage": form.usage(output, batch)}
-    if fields.prompt_logprobs is not None:
-        body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
-    if fields.return_token_ids:
-        body["prompt_token_ids"] = output.prompt_token_ids
-    return body
+    return await server.in_thread(lambda: form.body(output, batch))
 
 
 async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
@@ -70,8 +62,8 @@ async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
         compiles=fields.has_grammar or bool(use.structured_outputs),
     )
     id = f"chatcmpl-{fields.request_id or uuid.uuid4().hex}"
-    batch = await server.submit([prompt], [params], fields, id)
     reasoner = _reasoner(server, fields, prompt["prompt"], bool(params.structured_outputs))
+    batch = await server.submit([prompt], [params], fields, id)
     return batch, Form(server, fields, use, reasoner, id)
 
 
@@ -156,7 +148,17 @@ class Form:
         if is_counted:
             yield {**head, "choices": [], "usage": self.usage(output, batch)}
 
-    def choice(self, output: RequestOutput, piece: Piece) -> dict[str, Any]:
+    def body(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [self.choice(whole(text)) for text in output.outputs]
+        body = {**self.head, "choices": choices, "usage": self.usage(output, batch)}
+        if self._fields.prompt_logprobs is not None:
+            body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
+        if self._fields.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
         """Return a whole text."""
         parts = self.read(piece)
         content = parts.content if parts.content or not (parts.calls or parts.reasoning) else None

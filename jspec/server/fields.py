@@ -56,7 +56,7 @@ _NOT_YET: dict[str, tuple[tuple, str]] = {
     "include": (_OFF, "there is nothing to include"),
     "truncation": ((None, "disabled"), "shorten the input"),
     "prompt": (_OFF, "send input"),
-    "reasoning": (_OFF, "the text holds what the model writes"),
+    "reasoning": (_OFF, "the chat template decides how a model reasons"),
     "echo": (_OFF, "it belongs to /v1/completions"),
     "add_special_tokens": (_OFF, "the chat template writes them"),
 }

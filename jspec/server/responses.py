@@ -53,7 +53,7 @@ async def answer(server: Server, fields: ResponseFields) -> dict[str, Any] | Res
     if fields.stream:
         return Events(batch, response.events(batch), is_named=True)
     (output,) = await batch.last()
-    return response.whole(output, batch)
+    return await server.in_thread(lambda: response.whole(output, batch))
 
 
 def _as_chat(fields: ResponseFields) -> ChatFields:

@@ -38,7 +38,7 @@ class Settings:
     template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
     trusts_chat_templates: bool = False  # whether requests may bring their own
     chat_template_content_format: str = "auto"
-    tool_parser: str | None = None  # None: the one that the chat template suggests
+    tool_parser: str | None = None  # None: tool_choice "auto" is refused
     max_texts: int = limits.TEXTS_OF_BODY.most  # of a request: its prompts times n
     reasoning_parser: str | None = None  # None: texts have no reasoning
     request_seconds: float | None = None  # longest time for a request; None: any

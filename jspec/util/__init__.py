@@ -1,1 +1,1 @@
-"""Checks of values, text of messages, buckets of sizes, and atomic file writes."""
+"""Checks of values, limits of requests, text of messages, threads, and atomic file writes."""

@@ -50,7 +50,7 @@ def complaint(monkeypatch, capsys, *arguments):
         (["--max-num-batched-tokens", "99"], "max_num_batched_tokens=99 is not supported"),
         (["--frobnicate"], "jspec serve has no 'frobnicate'"),
         (["more"], "'more' is no flag"),
-        (["--log-format", "xml"], "--log-format 'xml' must be text or json"),
+        (["--log-format", "xml"], "--log-format 'xml' must be one of json, text"),
         (["--tool-call-parser", "x"], "'x' must be one of deepseek_v3, hermes, llama3_json, mist"),
         (["--reasoning-parser", "x"], "--reasoning-parser 'x' must be one of deepseek_r1, qwen3"),
         (["--chat-template-content-format", "x"], "'x' must be one of auto, openai, string"),

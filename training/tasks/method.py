@@ -93,7 +93,8 @@ class DistillSettings:
     target_name: str = ""  # name of the target in the exported files (default: as --target)
     eval_windows: int = 32  # held-out windows of an evaluation
     export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # of the exported weights
-    # only read the data and show what a run would learn from it; nothing is trained or written
+    # only read the data, past the cache, and show what a run would learn from it; nothing is
+    # trained or written
     dry_run: bool = False
 
     def __post_init__(self):
