@@ -374,17 +374,12 @@ class AsyncLLM:
     def _begin(self, together: Sequence[RunningRequest]) -> None:
         if any(self._running.get(running.id) is not running for running in together):
             return  # their reader has left
-        try:
-            batch = [running._request for running in together]
-            self._engine.profile = self._engine.profile.grown(
-                sequence for request in batch for sequence in self._like(request)
-            )
-            options = dict(rounds=STREAM_ROUNDS, priority=together[0]._priority)
-            tickets = iter(self._runtime.submit(batch, engine=self._engine, **options)[1])
-        except Exception as error:
-            for running in together:
-                self._fail(running, error)
-            return
+        batch = [running._request for running in together]
+        self._engine.profile = self._engine.profile.grown(
+            sequence for request in batch for sequence in self._like(request)
+        )
+        options = dict(rounds=STREAM_ROUNDS, priority=together[0]._priority)
+        tickets = iter(self._runtime.submit(batch, engine=self._engine, **options)[1])
         for running in together:
             running._tickets = list(itertools.islice(tickets, len(running._request.sequences)))
             running._tell()

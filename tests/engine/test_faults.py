@@ -277,6 +277,21 @@ def test_a_prompt_that_cannot_be_staged_ends_alone_while_the_others_run_on(monke
     assert answers == expected and not any(ticket.is_suspect for ticket in tickets)
 
 
+def test_an_interruption_while_a_state_is_allocated_loses_no_sequence(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    expected = texts()
+    served = made(joins_together=False)
+    tickets = [served.submit(row) for row in ROWS]
+    with monkeypatch.context() as once:
+        once.setattr(engine, "request_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+    assert finished(served, tickets) == expected
+    assert not any(ticket.is_suspect or ticket.error for ticket in tickets)
+
+
 class Panic(BaseException):
     """An error as Rust's libraries raise it."""
 

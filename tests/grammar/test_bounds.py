@@ -193,6 +193,15 @@ def test_a_refusal_for_time_is_cached(monkeypatch):
     assert time.monotonic() - begin < 0.5
 
 
+def test_a_grammar_that_a_busy_machine_did_not_compile_may_be_sent_again(monkeypatch):
+    pattern = ENDLESS % 10
+    with monkeypatch.context() as busy:
+        busy.setattr(limits, "WAIT_SECONDS", -1)
+        with pytest.raises(ValueError, match="cannot be compiled now: the grammar took longer"):
+            compiled(pattern)
+    assert compiled(pattern).first.size > 2**10
+
+
 def test_a_grammar_of_the_host_that_takes_hours_is_refused(monkeypatch):
     monkeypatch.setattr(limits, "FOLLOWED_SECONDS", 0.1)
     parts = [{"type": "string", "pattern": f"[ab]*a[ab]{{{20 + i}}}"} for i in range(20)]

@@ -137,8 +137,7 @@ def kinds(line: Mapping) -> list[str]:
 
 def hash_64(text: str) -> int:
     """Return 64 bits of a text, the same in every run."""
-    encoded = text.encode("utf-8", "surrogatepass")  # JSON may hold halves of a character
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _is_bare_prompt(line: Mapping) -> bool:
