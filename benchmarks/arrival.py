@@ -24,9 +24,10 @@ from rich.table import Table
 import jspec
 from jspec.api import config
 from jspec.api.build import build_plan
+from jspec.checkpoints import loading
 from jspec.core import sampling
 from jspec.core.types import Array, Params
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -165,10 +166,10 @@ def costs(repeats: int) -> list[dict]:
     log_weights = jnp.array(3 * random.normal(size=_SHAPE), jnp.float32)
     uniform = jnp.array(random.random((_SHAPE[0], 2)) * [1, 2**-24], jnp.float32)
     kinds = _DRAWS | {"all Gumbels": by_all_gumbels}
-    programs = {name: jax.jit(draw) for name, draw in kinds.items()}
-    samples: dict[str, list[float]] = {name: [] for name in programs}
+    draws = {name: jax.jit(draw) for name, draw in kinds.items()}
+    samples: dict[str, list[float]] = {name: [] for name in draws}
     for turn in range(repeats + 1):  # the first turn compiles
-        for name, program in programs.items():
+        for name, program in draws.items():
             samples[name] += [_milliseconds(program, log_weights, uniform)] * bool(turn)
     return [
         {
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="of each draw that is timed")
     parser.add_argument("--out", type=Path, default=_RESULTS / "arrival.json")
     arguments = parser.parse_args()
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     text = (_DEMO / "prompt.txt").read_text(encoding="utf-8")
     ids = (loading.load(arguments.target, arguments.dtype).tokenizer.encode(text) * 8)[:500]
     results = environment.describe() | {"dtype": arguments.dtype, "draws": costs(arguments.repeats)}

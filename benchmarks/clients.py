@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jspec
 from benchmarks import serve_load, vllm_answers
-from jspec.engine import installed
+from jspec.checkpoints import installed
 
 _TARGET = installed.EMBEDDED / "demo" / "target"
 _VLLM = Path(__file__).with_name("peers") / "vllm_command.py"

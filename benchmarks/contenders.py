@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.workload import Case
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
-from jspec.engine import loading
+from jspec.checkpoints import loading
 from jspec.tools.bench.peer import Peer
 from jspec.tools.bench.timing import Sample
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jspec.checkpoints import checkpoint
+from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.heads import head_files
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, LayerParams
 
 

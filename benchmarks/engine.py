@@ -24,8 +24,9 @@ from rich.table import Table
 import jspec
 from jspec.api import config
 from jspec.api.build import build_plan
+from jspec.checkpoints import loading
 from jspec.core.types import Params
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.batch import advance, start
 from jspec.engine.engine import Engine
 from jspec.engine.loop import init_shared
@@ -205,7 +206,7 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).with_name("results") / "engine.json"
     )
     arguments = parser.parse_args()
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     text = (_DEMO / "prompt.txt").read_text(encoding="utf-8")
     ids = (loading.load(arguments.target, arguments.dtype).tokenizer.encode(text) * 8)[:500]
     results = environment.describe() | {"rows": []}

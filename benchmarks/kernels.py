@@ -27,7 +27,7 @@ from rich.table import Table
 from jspec import ops
 from jspec.core import sampling, trees
 from jspec.core.types import Draft, Sampling
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
@@ -377,7 +377,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="after which no row begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     facts, measurements = {"no_kernels": no_kernels(), "asked": num_rows(arguments)}, []
     facts = environment.describe() | facts
     for row in rows(arguments):

@@ -23,7 +23,7 @@ from benchmarks.compare import Setting
 from benchmarks.contenders import Ours, Theirs
 from benchmarks.workload import Case
 from jspec.checkpoints import checkpoint
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.tools.bench import environment
 from jspec.tools.bench.peer import Peer
 
@@ -39,7 +39,7 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     setting = _setting(arguments)
     results = environment.describe() | _describe(setting) | {"rows": [], "curves": {}, "sweep": []}
     with Progress(console=console, transient=True) as progress:

@@ -31,10 +31,11 @@ from benchmarks import replay
 from benchmarks.methods import constants
 from jspec.api import config
 from jspec.api.build import build_plan
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Params
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.engine import Engine
-from jspec.engine.loading import LoadedModel
 from jspec.engine.pages import PAGE_SIZE, Pool
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=_RESULTS / "load.json")
     arguments = parser.parse_args()
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     target = loading.load(arguments.target, arguments.dtype)
     results = environment.describe() | {"rows": []}
     console = Console(width=120)

@@ -33,10 +33,11 @@ import jspec
 from benchmarks import replay, workload
 from jspec.api import config
 from jspec.api.build import build_plan
+from jspec.checkpoints import loading
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.batch import Batch, advance, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
@@ -282,7 +283,7 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=0.1)
     arguments = parser.parse_args()
     arguments.heads = dict(arguments.head)
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     tokenizer = loading.load(_DEMO / "target").tokenizer
     sizes = arguments.num_prompts, arguments.prompt_tokens, arguments.max_new_tokens
     results = environment.describe() | {"rows": []}

@@ -20,8 +20,9 @@ from rich.table import Table
 import jspec
 from jspec.api import config
 from jspec.api.build import Build, build_plan
+from jspec.checkpoints import loading
 from jspec.core.types import Params
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     target = loading.load(arguments.target, arguments.dtype)
     results = environment.describe() | {"rounds": [], "first_tokens": []}
     console = Console()

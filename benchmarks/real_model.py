@@ -29,7 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.peers.contenders import KINDS, Peers
-from jspec.engine import installed, loading
+from jspec.checkpoints import installed
+from jspec.engine import programs
 from jspec.tools.bench import environment, report
 from jspec.tools.bench.contenders import title_of
 from jspec.tools.bench.questions import Question, read
@@ -227,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     results = measure(given, console)
     for table in tables(results):
         console.print(table)

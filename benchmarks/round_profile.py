@@ -26,8 +26,8 @@ from rich.table import Table
 import jspec
 from benchmarks import workload
 from jspec.api import build, config
+from jspec.checkpoints import loading
 from jspec.core.types import Params
-from jspec.engine import loading
 from jspec.engine.batch import Batch, advance, start
 from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan

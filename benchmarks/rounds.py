@@ -21,10 +21,10 @@ from rich.console import Console
 from benchmarks import pages, verify_cost
 from jspec.api import config
 from jspec.api.build import build_plan
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Params
 from jspec.drafters.eagle import Eagle
 from jspec.engine.engine import Engine
-from jspec.engine.loading import LoadedModel
 from jspec.engine.plan import Plan
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams

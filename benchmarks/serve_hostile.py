@@ -32,7 +32,7 @@ from rich.markdown import Markdown
 
 from benchmarks import hostile_inputs, serve_load
 from benchmarks.hostile_inputs import PATH, Hostile
-from jspec.engine import installed
+from jspec.checkpoints import installed
 from jspec.tools.bench import environment
 
 _RESULTS = Path(__file__).with_name("results")

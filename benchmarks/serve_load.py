@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from jspec.engine import installed
+from jspec.checkpoints import installed
 from jspec.tools.bench import environment
 
 _RESULTS = Path(__file__).with_name("results")

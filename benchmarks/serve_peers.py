@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.peers.contenders import export
 from benchmarks.real_model import asked
-from jspec.engine import installed, loading
+from jspec.checkpoints import installed, loading
 from jspec.tools.bench import environment
 
 _RESULTS = Path(__file__).with_name("results")

@@ -18,7 +18,7 @@ import openai
 
 from benchmarks import serve_peers
 from benchmarks.peers.contenders import export
-from jspec.engine import installed, loading
+from jspec.checkpoints import installed, loading
 
 _SCHEMA = {
     "type": "object",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jspec.api.outputs import CompletionOutput as CompletionOutput
     from jspec.api.outputs import RequestOutput as RequestOutput
     from jspec.api.sampling_params import SamplingParams as SamplingParams
+    from jspec.checkpoints.loading import LoadedModel as LoadedModel
+    from jspec.checkpoints.loading import load as load
     from jspec.core.types import Draft as Draft
     from jspec.core.types import Drafter as Drafter
     from jspec.core.types import Params as Params
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from jspec.drafters import NoDrafter as NoDrafter
     from jspec.engine.batch import decode as decode
     from jspec.engine.batch import generate as generate
-    from jspec.engine.loading import LoadedModel as LoadedModel
-    from jspec.engine.loading import load as load
     from jspec.engine.loop import step as step
     from jspec.engine.plan import Plan as Plan
     from jspec.models import adapters as adapters
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "DraftModel": "jspec.drafters",
     "Drafter": "jspec.core.types",
     "Eagle": "jspec.drafters",
-    "LoadedModel": "jspec.engine.loading",
+    "LoadedModel": "jspec.checkpoints.loading",
     "Medusa": "jspec.drafters",
     "NGram": "jspec.drafters",
     "NoDrafter": "jspec.drafters",
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "certify": "jspec.tools.certify",
     "decode": "jspec.engine.batch",
     "generate": "jspec.engine.batch",
-    "load": "jspec.engine.loading",
+    "load": "jspec.checkpoints.loading",
     "step": "jspec.engine.loop",
     "trace": "jspec.tools.trace",
 }

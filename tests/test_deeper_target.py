@@ -9,8 +9,8 @@ import pytest
 
 import jspec
 from benchmarks import deeper
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads import head_files
-from jspec.engine import loading
 from jspec.models.heads import eagle
 from tests import llm_fixtures
 

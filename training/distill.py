@@ -19,9 +19,8 @@ from typing import Any
 import jax
 
 from jspec import ops
-from jspec.checkpoints import checkpoint
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints import checkpoint, loading
+from jspec.checkpoints.loading import LoadedModel
 from training import trainer
 from training.command import end, run_command
 from training.data import report

@@ -14,11 +14,11 @@ from typing import Literal
 
 import jax
 
-from jspec.checkpoints.heads import head_files, head_formats, stitching
+from jspec.checkpoints import loading, stitching
+from jspec.checkpoints.heads import head_files, head_formats
 from jspec.checkpoints.heads.base import HeadConfig
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.core.types import Array
-from jspec.engine import loading
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig

@@ -24,8 +24,7 @@ from jspec.api import config
 from jspec.api.llm import LLM
 from jspec.api.outputs import RequestOutput
 from jspec.api.sampling_params import SamplingParams
-from jspec.checkpoints import checkpoint
-from jspec.engine import loading
+from jspec.checkpoints import checkpoint, loading
 from jspec.util import atomic_files, values
 from jspec.util.messages import shown
 from training.command import end, run_command

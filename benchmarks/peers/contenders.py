@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints import checkpoint, gguf_files
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints import checkpoint, gguf_files, loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench import peer, peer_transformers
 from jspec.tools.bench.contenders import PLAIN, Case
 from jspec.tools.bench.names import names_of, portable

@@ -7,15 +7,15 @@ import dataclasses
 import os
 from typing import Any
 
-from jspec.api import config, vocabularies
+from jspec.api import config
 from jspec.api.config import SpeculativeConfig, custom_class
 from jspec.api.config.keys import HYBRID
-from jspec.api.vocabularies import SharedVocabulary
-from jspec.checkpoints import checkpoint
+from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Drafter, Params
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.drafters.draft_model import vocabularies
+from jspec.drafters.draft_model.vocabularies import SharedVocabulary
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig

@@ -16,11 +16,11 @@ from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.runtime import Runtime
 from jspec.api.sampling_params import SamplingParams
-from jspec.checkpoints import shared_file
+from jspec.checkpoints import loading, shared_file
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core import logprobs
-from jspec.engine import loading, memory
+from jspec.engine import memory, programs
 from jspec.engine.batch import MAX_NUM_SEQS
-from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool, reads_pages
 from jspec.engine.profile import Profile
@@ -120,7 +120,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
         )
         memory.check(memory_settings)
-        loading.keep_compiled_programs()
+        programs.keep_compiled_programs()
         options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
         self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
         self._logprobs_mode = logprobs_mode

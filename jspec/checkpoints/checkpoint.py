@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer, model_files
+from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
 from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, mtp_prefixes
-from jspec.checkpoints.model_files import PathLike
+from jspec.checkpoints.files import model_files
+from jspec.checkpoints.files.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.util import staging
 from jspec.util.messages import shown

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import model_files
+from jspec.checkpoints.files import model_files
 from jspec.util.messages import printable, shown
 
 _END = ".gguf"

@@ -8,7 +8,7 @@ llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tok
 import functools
 from typing import Any
 
-from jspec.checkpoints import model_files
+from jspec.checkpoints.files import model_files
 from jspec.checkpoints.gguf_config import CONTROL, ENDS
 from jspec.checkpoints.gguf_files import GgufFile
 from jspec.util.messages import shown

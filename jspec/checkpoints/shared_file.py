@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import safetensors_files
+from jspec.checkpoints.files import safetensors_files
 from jspec.core.types import Shared
 from jspec.util import atomic_files
 from jspec.util.values import check_output

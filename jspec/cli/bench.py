@@ -49,7 +49,7 @@ def bench(
     """Compare methods with plain decoding, in turns; Ctrl-C keeps finished measurements."""
     model = options.model_of(model, model_flag)
     from jspec.cli import demo
-    from jspec.engine import loading
+    from jspec.engine import programs
     from jspec.tools.bench import chart, environment, files, report
     from jspec.tools.bench.questions import read
     from jspec.tools.bench.run import bench as measure
@@ -82,7 +82,7 @@ def bench(
     if output is not None:
         chart.check()
     about = environment.describe("jspec")
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
 
     def keep(results: dict[str, Any]) -> None:
         if output is not None:

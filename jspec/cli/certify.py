@@ -46,11 +46,11 @@ def certify(
     texts = [*(prompt or ()), *(arguments.prompt(None, file, None) for file in prompt_file or ())]
     parents = None if tree is None else arguments.numbers("--tree", tree, "-1,0,0,1")
     values.check_output("--json", json_file)
-    from jspec.engine import loading
+    from jspec.engine import programs
     from jspec.tools.certify import certify
     from jspec.tools.certify.page import page
 
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     with Stages(Console(stderr=True)) as stage:
         stage.begin("loading")
         report = certify(

@@ -52,7 +52,7 @@ def chat(
     config = options.speculative_config(speculative_config)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
-    from jspec.engine import installed
+    from jspec.checkpoints import installed
 
     if model is None:
         model = str(installed.chat_model())

@@ -26,9 +26,10 @@ from jspec.api.llm import LLM
 from jspec.api.outputs import RequestOutput
 from jspec.api.prompts import rendered
 from jspec.api.sampling_params import SamplingParams
+from jspec.checkpoints import installed, loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.cli import show
-from jspec.engine import installed, loading
-from jspec.engine.loading import LoadedModel
+from jspec.engine import programs
 from jspec.tools.bench.contenders import counts_of
 
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
@@ -128,7 +129,7 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1.")
     SamplingParams(max_tokens=max_tokens)  # raises before weights are read
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     prompt = PROMPT.read_text(encoding="utf-8")
     with console.status("loading") as status:
         load = lambda name: {dtype: loading.load(assets / name, dtype) for dtype in DTYPES}

@@ -12,7 +12,7 @@ from jspec.util.messages import shown
 def loaded(model: str | None, config: Any, **given: Any) -> tuple[Any, str]:
     """Return the ``LLM`` that the flags describe, and the model's name for clients."""
     from jspec.api.llm import LLM
-    from jspec.engine import installed
+    from jspec.checkpoints import installed
 
     if model is None:
         model, default = installed.served_model()

@@ -13,8 +13,8 @@ from jspec.api.config import keys as config_keys
 from jspec.api.detokenizer import Detokenizer
 from jspec.api.llm import LLM
 from jspec.api.outputs import CompletionOutput
+from jspec.checkpoints import installed
 from jspec.core.types import Proposal
-from jspec.engine import installed
 
 DRAFTED = "bold green"  # drafted and accepted
 TARGET = "yellow"  # drawn by the target itself

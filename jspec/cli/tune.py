@@ -52,7 +52,7 @@ def tune(
         check_output(name, path)
     check_apart(*outputs)
     from jspec.cli import demo
-    from jspec.engine import loading
+    from jspec.engine import programs
     from jspec.tools.bench import environment, files
     from jspec.tools.bench.questions import read
     from jspec.tools.tune import report
@@ -84,7 +84,7 @@ def tune(
     )
     asked = read(questions or [], num_questions)
     about = environment.describe("jspec")
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
 
     def keep(results: dict[str, Any]) -> None:
         if json_file is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import platformdirs
 
 from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
@@ -174,3 +175,12 @@ def _compile(lowerings: Sequence[Lowering], on_progress: Callable[[int, int], No
 def _form(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def keep_compiled_programs() -> None:
+    """Turn on JAX's persistent compilation cache, unless the user has configured it."""
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        directory = platformdirs.user_cache_path("jspec") / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        # Small programs too: the first call runs dozens, which add up to seconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -19,7 +19,7 @@ from jspec.api import config, metrics
 from jspec.api import llm as llm_module
 from jspec.api.build import build_plan
 from jspec.drafters.ngram import NGram
-from jspec.engine import loading
+from jspec.engine import programs
 from jspec.engine.loop import launch
 from tests import llm_fixtures
 
@@ -461,12 +461,12 @@ def test_a_loaded_model_runs_in_the_functional_layer(root, whole):
 def test_compiled_programs_go_to_the_users_cache_unless_a_directory_is_set():
     chosen = jax.config.jax_compilation_cache_dir
     assert chosen is not None
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == chosen
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        loading.keep_compiled_programs()
+        programs.keep_compiled_programs()
         assert "jspec" in jax.config.jax_compilation_cache_dir
         assert jax.config.jax_persistent_cache_min_compile_time_secs < 1
     finally:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jspec
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads import head_files
 from jspec.cli import demo
-from jspec.engine import loading
 from jspec.models.heads import arctic, dflash, dspark, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 

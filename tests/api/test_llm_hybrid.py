@@ -55,7 +55,9 @@ def test_a_part_may_be_a_head_or_a_class_of_the_users(root):
 
 
 def test_parts_that_do_not_fit_are_refused_before_weights_are_loaded(root, monkeypatch):
-    monkeypatch.setattr("jspec.engine.loading.load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "jspec.checkpoints.loading.load", lambda *_: pytest.fail("weights were loaded")
+    )
     draft = {"model": llm_fixtures.loaded(root)["draft"], "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="must be a lookup"):
         hybrid(root, draft, SUFFIX)

@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec.checkpoints.heads import head_files, stitching
+from jspec.checkpoints import loading, stitching
+from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads import mtp as mtp_format
-from jspec.engine import loading
 from jspec.models.heads import mtp
 from tests import llm_fixtures
 

@@ -10,7 +10,7 @@ import pytest
 import jspec
 from benchmarks import real_model
 from benchmarks.peers.contenders import KINDS, Kind, Peers, Start
-from jspec.engine import loading
+from jspec.checkpoints import loading
 from jspec.tools.bench.settings import Settings
 from tests.benchmarks import peer_that_answers
 

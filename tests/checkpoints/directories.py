@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 
-from jspec.checkpoints import safetensors_files, torch_files
+from jspec.checkpoints.files import safetensors_files, torch_files
 from jspec.checkpoints.heads import head_files
 
 TORCH_FILE, TARGET_NAME = "medusa_lm_head.pt", "someone/model"

@@ -15,7 +15,8 @@ import pytest
 
 import jspec
 from jspec import ops
-from jspec.checkpoints import checkpoint, model_files, safetensors_files
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.files import model_files, safetensors_files
 from jspec.models.decoder import DecoderConfig, init_params
 
 CONFIG = DecoderConfig(

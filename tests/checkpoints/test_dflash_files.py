@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads import head_files
-from jspec.engine import loading
 from tests import tiny
 from tests.checkpoints import directories
 from tests.drafters import dflashes

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.checkpoints import checkpoint, safetensors_files, torch_files
+from jspec.checkpoints import checkpoint, loading
+from jspec.checkpoints.files import safetensors_files, torch_files
 from jspec.checkpoints.heads import head_files
-from jspec.engine import loading
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import eagle, medusa

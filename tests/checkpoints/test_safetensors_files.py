@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jspec.checkpoints import safetensors_files
+from jspec.checkpoints.files import safetensors_files
 
 PLAIN = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.engine import installed
+from jspec.checkpoints import installed
 
 pytestmark = pytest.mark.slow
 try:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec.checkpoints import torch_files
+from jspec.checkpoints.files import torch_files
 
 DTYPES = (
     np.float32,

@@ -8,9 +8,9 @@ import pytest
 
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
+from jspec.checkpoints import installed
 from jspec.checkpoints.heads import head_files
 from jspec.cli import chat, main
-from jspec.engine import installed
 from jspec.models.decoder import DecoderConfig
 from tests import llm_fixtures
 

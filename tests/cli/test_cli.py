@@ -409,7 +409,7 @@ def test_a_page_on_standard_output_comes_without_its_path(jspec, models):
 def test_unwritable_outputs_are_refused_before_the_work(
     jspec, models, tmp_path, monkeypatch, arguments
 ):
-    monkeypatch.setattr("jspec.engine.loading.load", None)  # not called
+    monkeypatch.setattr("jspec.checkpoints.loading.load", None)  # not called
     given = [models["target"] if word == "TARGET" else word for word in arguments]
     (tmp_path / "file").touch()
     complaint = _complaint(jspec(*given, str(tmp_path / "file" / "results")))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.checkpoints import torch_files
+from jspec.checkpoints.files import torch_files
 from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
 from jspec.engine import batch as host

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.checkpoints import checkpoint
-from jspec.checkpoints.heads import head_files, stitching
+from jspec.checkpoints import checkpoint, stitching
+from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
 from jspec.drafters import Mtp
 from jspec.engine import admission

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.api import config
-from jspec.checkpoints import checkpoint, families, model_files, safetensors_files
+from jspec.checkpoints import checkpoint, families
 from jspec.checkpoints.families import common
+from jspec.checkpoints.files import model_files, safetensors_files
 from tests.checkpoints import test_families
 from tests.hostile import checkpoints
 from tests.hostile.junk import anything, few, refused

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.checkpoints import torch_files
-from jspec.checkpoints.model_files import open_tensors
+from jspec.checkpoints.files import torch_files
+from jspec.checkpoints.files.model_files import open_tensors
 from tests.hostile.junk import few, refused
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.int8)}

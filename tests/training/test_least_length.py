@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints.loading import LoadedModel
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from training import command, distill

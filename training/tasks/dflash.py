@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads.dflash import default_capture_layers
+from jspec.checkpoints.loading import LoadedModel
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig

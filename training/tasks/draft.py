@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.api.vocabularies import check_same
-from jspec.checkpoints import checkpoint
+from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.heads.mask_token import SERVED, mask_token_id
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array
 from jspec.drafters import DraftModel, ParallelDraftModel
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.drafters.draft_model.vocabularies import check_same
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.batches import Batch

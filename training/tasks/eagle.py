@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import jax
 
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads.eagle_layers import default_capture_layers
+from jspec.checkpoints.loading import LoadedModel
 from jspec.drafters import Eagle, ParallelEagle
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jspec.checkpoints import loading
 from jspec.checkpoints.heads import hydra
+from jspec.checkpoints.loading import LoadedModel
 from jspec.drafters import Hydra
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training.data.settings import Data
 from training.errors import bad_option, check_least

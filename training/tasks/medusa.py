@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.checkpoints import checkpoint
+from jspec.checkpoints import checkpoint, loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array
 from jspec.drafters import Medusa
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams

@@ -12,8 +12,8 @@ import numpy as np
 
 from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads.base import HeadConfig
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array, Drafter
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings

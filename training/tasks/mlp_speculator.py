@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.drafters import MlpSpeculator
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.data.settings import Data

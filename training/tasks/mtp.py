@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from jspec import ops
+from jspec.checkpoints import loading, stitching
 from jspec.checkpoints.heads import mtp as mtp_files
-from jspec.checkpoints.heads import stitching
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array
 from jspec.drafters import Mtp
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams

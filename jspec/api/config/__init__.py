@@ -19,12 +19,12 @@ from jspec.api.config.keys import (
     RULE_KEYS,
 )
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Drafter
 from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.hybrid import Hybrid
 from jspec.drafters.trees import tree_settings
-from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole, json_of

@@ -17,8 +17,8 @@ from jspec.api.config.keys import (
     METHODS_AS_MODELS,
     METHODS_REFUSED,
 )
-from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
+from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.drafters import METHODS
 from jspec.util.messages import did_you_mean, shown

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import model_files
 from jspec.checkpoints.families.names import Entry, matrix, nest
+from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import vocabulary
 from jspec.models.decoder import DecoderConfig
 

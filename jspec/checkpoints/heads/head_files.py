@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import model_files, safetensors_files, torch_files
+from jspec.checkpoints.files import model_files, safetensors_files, torch_files
+from jspec.checkpoints.files.model_files import PathLike
 from jspec.checkpoints.heads import base, eagle, head_formats
 from jspec.checkpoints.heads.base import HeadConfig, HeadFormat
-from jspec.checkpoints.model_files import PathLike
 from jspec.models.decoder import DecoderConfig
 from jspec.util import staging
 from jspec.util.messages import printable

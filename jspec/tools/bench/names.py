@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints.loading import LoadedModel
 
 
 def names_of(configs: Sequence[Mapping[str, Any]], unsaid: Collection[str] = ()) -> list[str]:

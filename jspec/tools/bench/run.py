@@ -13,8 +13,8 @@ from typing import Any
 from jspec.api import config
 from jspec.api.build import build_plan
 from jspec.api.llm import LLM
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench import costs, peer
 from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
 from jspec.tools.bench.names import names_of, portable

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.certify.configuration import Progress, of_model, of_plan
 from jspec.tools.certify.drafters import drafts
 from jspec.tools.certify.exact import distribution, distributions, rule_of

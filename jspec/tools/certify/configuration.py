@@ -11,9 +11,10 @@ import jax
 from jspec.api import config
 from jspec.api.build import Build, build_plan
 from jspec.api.prompts import read
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Params
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.engine import programs
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams, check_prompt
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
@@ -72,7 +73,7 @@ def of_model(
             "case, and it is the temperature of sampled texts."
         )
     speculative = config.read(speculative_config)
-    loading.keep_compiled_programs()
+    programs.keep_compiled_programs()
     progress("loading")
     build = build_plan(model, speculative, dtype=dtype, deterministic=deterministic)
     eos = build.model.eos_token_ids

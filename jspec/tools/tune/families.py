@@ -7,13 +7,13 @@ from typing import Any
 
 from jspec.api import config
 from jspec.api.build import Build, build_plan
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core import trees
 from jspec.core.trees import StaticTree
 from jspec.core.types import Drafter
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.trees import tree_settings
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
 from jspec.tools.bench.names import name_of, names_of
 from jspec.tools.tune.settings import Settings
 

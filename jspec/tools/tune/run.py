@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jspec.api.llm import LLM
-from jspec.engine import loading
-from jspec.engine.loading import LoadedModel
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench.names import portable
 from jspec.tools.bench.questions import Question, Request, answered_by
 from jspec.tools.tune.acceptance import Recording, Round, record

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jspec.checkpoints import loading
+from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Params, Shared
-from jspec.engine import loading
 from jspec.engine.batch import Answer, Batch, generate_sharing, start
-from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile

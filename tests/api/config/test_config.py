@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jspec import verify
-from jspec.api import config, vocabularies
+from jspec.api import config
 from jspec.api.config import keys as config_keys
 from jspec.api.config.keys import KEYS
 from jspec.drafters import (
@@ -602,33 +602,3 @@ def test_max_model_len_is_within_the_limits_of_both_models(settings, message):
 
 def test_a_draft_model_may_have_a_lower_limit_than_the_target():
     config.check_lengths(config.read(DRAFT | {"max_model_len": 100}), 128, 256)
-
-
-class Tokens(dict):
-    """A tokenizer with only a vocabulary."""
-
-    def get_vocab(self):
-        return self
-
-
-ABC = Tokens(a=0, b=1, c=2)
-VLLM = "Target and draft model should have the same vocabulary size. Target model vocab_size=128."
-
-
-@pytest.mark.parametrize("tokenizers", [(None, None), (ABC, None), (None, ABC)])
-def test_without_both_tokenizers_the_models_sizes_must_agree(tokenizers):
-    vocabularies.check_same(128, 128, *tokenizers)
-    with pytest.raises(ValueError, match=VLLM):
-        vocabularies.check_same(128, 120, *tokenizers)
-
-
-def test_padded_sizes_may_differ_where_the_tokenizers_agree():
-    vocabularies.check_same(128, 120, ABC, Tokens(ABC))
-    vocabularies.check_same(128, 120, ABC, Tokens(ABC, extra=3))
-
-
-def test_tokenizers_that_disagree_are_refused_at_equal_sizes_too():
-    with pytest.raises(ValueError) as error:
-        vocabularies.check_same(128, 128, ABC, Tokens(a=0, c=1, b=2))
-    assert VLLM in str(error.value)
-    assert "Their tokenizers differ first at id 1: 'b' and 'c'." in str(error.value)

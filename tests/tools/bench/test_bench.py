@@ -281,7 +281,7 @@ def test_configs_of_one_method_are_told_apart_by_their_models():
 
 
 def test_k_applies_to_the_demos_methods_too(monkeypatch, capsys):
-    monkeypatch.setattr("jspec.engine.loading.load", None)  # not called
+    monkeypatch.setattr("jspec.checkpoints.loading.load", None)  # not called
     monkeypatch.setattr("sys.argv", ["jspec", "bench", "-k", "0"])
     with pytest.raises(SystemExit):
         main.main()

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import safetensors_files, torch_files
 from jspec.checkpoints.families.names import HARMLESS, Entry
+from jspec.checkpoints.files import safetensors_files, torch_files
 from jspec.models.decoder import DecoderConfig
 from jspec.util import staging, values
 from jspec.util.messages import printable, shown

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import model_files
 from jspec.checkpoints.checkpoint import load_config
 from jspec.checkpoints.families.names import EMBEDDING, HEAD, mtp_prefixes
+from jspec.checkpoints.files import model_files
+from jspec.checkpoints.files.model_files import ANY_WEIGHTS, PathLike
 from jspec.checkpoints.heads import mtp
-from jspec.checkpoints.model_files import ANY_WEIGHTS, PathLike
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from jspec.util import staging
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from jspec.checkpoints import checkpoint, families, gguf_files, model_files
+from jspec.checkpoints import checkpoint, families, gguf_files
+from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads.head_files import OpenHead
 from jspec.models.decoder import DecoderConfig

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import jspec
-from jspec.api import vocabularies
+from jspec.drafters.draft_model import vocabularies
 from tests import llm_fixtures
 
 TEXT = [*llm_fixtures.SENTENCES, "the dog says that grey foxes are quick and lazy, too. "]
@@ -130,6 +130,29 @@ def test_pairs_that_cannot_draft_are_refused_with_numbers(target, draft, message
 
 def test_the_end_of_text_stands_for_unknown_tokens_without_an_unk_token():
     assert share(Tokens("abc"), Tokens("cab", None, 2), (3, 3)).unknown == 2
+
+
+ABC = Tokens("abc")
+VLLM = "Target and draft model should have the same vocabulary size. Target model vocab_size=128."
+
+
+@pytest.mark.parametrize("tokenizers", [(None, None), (ABC, None), (None, ABC)])
+def test_without_both_tokenizers_the_models_sizes_must_agree(tokenizers):
+    vocabularies.check_same(128, 128, *tokenizers)
+    with pytest.raises(ValueError, match=VLLM):
+        vocabularies.check_same(128, 120, *tokenizers)
+
+
+def test_padded_sizes_may_differ_where_the_tokenizers_agree():
+    vocabularies.check_same(128, 120, ABC, Tokens("abc"))
+    vocabularies.check_same(128, 120, ABC, Tokens(["a", "b", "c", "extra"]))
+
+
+def test_tokenizers_that_disagree_are_refused_at_equal_sizes_too():
+    with pytest.raises(ValueError) as error:
+        vocabularies.check_same(128, 128, ABC, Tokens("acb"))
+    assert VLLM in str(error.value)
+    assert "Their tokenizers differ first at id 1: 'b' and 'c'." in str(error.value)
 
 
 # -------------------------------------------------------------------------------- through ``LLM``

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platformdirs
 
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files, mask_token
@@ -173,12 +172,3 @@ def _path(model: Any) -> str | os.PathLike:
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"model={shown(model)} must be a local directory or an id on the hub.")
     return model
-
-
-def keep_compiled_programs() -> None:
-    """Turn on JAX's persistent compilation cache, unless the user has configured it."""
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        directory = platformdirs.user_cache_path("jspec") / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        # Small programs too: the first call runs dozens, which add up to seconds.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -1,0 +1,1 @@
+"""Weight files: safetensors, torch files, and directories of them."""
