@@ -27,8 +27,8 @@ from jspec.api.build import build_plan
 from jspec.checkpoints import loading
 from jspec.core.types import Params
 from jspec.engine import programs
-from jspec.engine.batch import advance, start
 from jspec.engine.engine import Engine
+from jspec.engine.functional import advance, start
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import PAGE_SIZE, Pool
 from jspec.engine.plan import Plan

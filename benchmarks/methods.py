@@ -38,7 +38,7 @@ from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.engine import programs
-from jspec.engine.batch import Batch, advance, start
+from jspec.engine.functional import Batch, advance, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

@@ -28,7 +28,7 @@ from benchmarks import workload
 from jspec.api import build, config
 from jspec.checkpoints import loading
 from jspec.core.types import Params
-from jspec.engine.batch import Batch, advance, start
+from jspec.engine.functional import Batch, advance, start
 from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jspec.drafters import Medusa as Medusa
     from jspec.drafters import NGram as NGram
     from jspec.drafters import NoDrafter as NoDrafter
-    from jspec.engine.batch import decode as decode
-    from jspec.engine.batch import generate as generate
+    from jspec.engine.functional import decode as decode
+    from jspec.engine.functional import generate as generate
     from jspec.engine.loop import step as step
     from jspec.engine.plan import Plan as Plan
     from jspec.models import adapters as adapters
@@ -61,8 +61,8 @@ _MODULE_OF = {
     "Verdict": "jspec.core.types",
     "adapters": "jspec.models",
     "certify": "jspec.tools.certify",
-    "decode": "jspec.engine.batch",
-    "generate": "jspec.engine.batch",
+    "decode": "jspec.engine.functional",
+    "generate": "jspec.engine.functional",
     "load": "jspec.checkpoints.loading",
     "step": "jspec.engine.loop",
     "trace": "jspec.tools.trace",

@@ -47,7 +47,7 @@ import numpy as np
 from jspec.core import sampling, trees
 from jspec.api.build import build_plan
 from jspec.api.config import read as read_config
-from jspec.engine.batch import SequenceParams, start
+from jspec.engine.functional import SequenceParams, start
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 

@@ -151,7 +151,7 @@ class Bigram(jspec.NoDrafter):
 # prompts, runs `jspec.decode` and reads the answers. At temperature 0 the text must be that of plain decoding.
 
 # %%
-from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.functional import SequenceParams, generate_sequences
 
 ids = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
 sequences = [SequenceParams(prompt, MAX_TOKENS, temperature=0) for prompt in ids]

@@ -34,7 +34,7 @@ from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Params, Sampling, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
 from jspec.drafters.trees.drawing import Drawing
-from jspec.engine.batch import Answer, advance, start
+from jspec.engine.functional import Answer, advance, start
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 

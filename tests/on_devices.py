@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.engine.batch import advance, start
+from jspec.engine.functional import advance, start
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from tests import test_reproducibility, tiny

@@ -29,7 +29,7 @@ from jspec.drafters import (
 )
 from jspec.drafters.draft_model.language_model import translating
 from jspec.engine import admission, loop
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of

@@ -24,7 +24,7 @@ from jspec.api import config
 from jspec.cli import main
 from jspec.core import types
 from jspec.drafters import METHODS, PARALLEL
-from jspec.engine.batch import SequenceParams
+from jspec.engine.functional import SequenceParams
 from jspec.engine.plan import Plan
 from tests import tiny
 from tests.server import live

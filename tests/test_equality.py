@@ -15,7 +15,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import SequenceParams, advance, start
+from jspec.engine.functional import SequenceParams, advance, start
 from jspec.engine.plan import Plan
 from jspec.verify import RULES
 from tests import fakes

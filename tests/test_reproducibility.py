@@ -18,8 +18,8 @@ import pytest
 import jspec
 from jspec import ops
 from jspec.drafters import DraftModel, TokenRecycling
-from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.engine import Engine
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.verify import RULES

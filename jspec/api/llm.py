@@ -20,7 +20,7 @@ from jspec.checkpoints import loading, shared_file
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import logprobs
 from jspec.engine import memory, programs
-from jspec.engine.batch import MAX_NUM_SEQS
+from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool, reads_pages
 from jspec.engine.profile import Profile

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from jspec.api import detokenizer as text
 from jspec.api.outputs import Transcript
 from jspec.api.sampling_params import SamplingParams
-from jspec.engine.batch import Answer
+from jspec.engine.functional import Answer
 
 
 class Bytes:

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import round_profile
 from benchmarks.round_profile import Work
 from jspec import Plan
-from jspec.engine.batch import SequenceParams
+from jspec.engine.functional import SequenceParams
 from tests import tiny
 
 

@@ -11,7 +11,7 @@ import pytest
 from jspec.core import logits_processors, trees
 from jspec.core.branches import Branches
 from jspec.core.types import Draft, History, Params
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of

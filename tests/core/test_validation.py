@@ -11,7 +11,7 @@ import jspec
 from jspec.core.logprobs import Scoring
 from jspec.drafters import Hybrid, ParallelDraftModel
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine.batch import SequenceParams, generate_sequences, start
+from jspec.engine.functional import SequenceParams, generate_sequences, start
 from jspec.engine.profile import Profile
 from jspec.models.decoder import Decoder
 from tests import tiny

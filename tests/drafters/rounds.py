@@ -8,7 +8,7 @@ import numpy as np
 
 from jspec.core.types import Request
 from jspec.drafters.trees.tree_settings import BestFirst, Dynamic
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from tests import tiny
 from tests.drafters import heads

@@ -13,7 +13,7 @@ from jspec.api import config
 from jspec.core.types import Params
 from jspec.drafters import NGram, ParallelDraftModel, Suffix
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
 from jspec.verify import rejection

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters.dflash import DFlash
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
 from tests import shipped, tiny

@@ -12,7 +12,7 @@ from jspec.core import sampling, trees
 from jspec.core.types import History, Params, Request
 from jspec.drafters import DraftModel
 from jspec.drafters.draft_model.language_model import translating
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.models import decoder
 from jspec.tools.certify.conditionals import context_dependent
 from jspec.tools.certify.drawing import DEPTH, Case

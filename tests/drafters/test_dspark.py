@@ -7,7 +7,7 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from tests import tiny
 from tests.drafters import dflashes, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of

@@ -12,7 +12,7 @@ import pytest
 from jspec.core.types import Params
 from jspec.drafters import Eagle
 from jspec.engine import admission, loop
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from tests import shipped, tiny

@@ -9,7 +9,7 @@ import pytest
 from jspec.core.types import Params
 from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from tests import tiny

@@ -12,7 +12,7 @@ import pytest
 from jspec.checkpoints.files import torch_files
 from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
 from tests import shipped, tiny

@@ -13,7 +13,7 @@ import pytest
 
 from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from tests import tiny
 from tests.drafters import heads, rounds, speculators
 from tests.drafters.rounds import ROWS, plain, plan_of

@@ -13,7 +13,7 @@ from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
 from jspec.drafters import Mtp
 from jspec.engine import admission
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from tests import tiny
 from tests.drafters import heads, mtps, rounds
 

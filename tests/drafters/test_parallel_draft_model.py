@@ -18,7 +18,7 @@ from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter, ParallelDraftModel
 from jspec.drafters.draft_model.language_model import translating
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig

@@ -21,7 +21,7 @@ from tests.drafters.peagle import CONFIG, MASK, NETWORK, weights
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from jspec.engine import batch as host  # noqa: E402
+from jspec.engine import functional as host  # noqa: E402
 from tests.models.torch_heads import Eagle3Ref  # noqa: E402
 
 DEPTH = 3

@@ -11,7 +11,7 @@ from jspec.api import config
 from jspec.api.outputs import Transcript
 from jspec.core.types import History
 from jspec.drafters import Suffix
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 from jspec.api import config
 from jspec.core.types import Params, TargetOutput, Verdict
 from jspec.drafters import TokenRecycling
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from tests import fakes, tiny

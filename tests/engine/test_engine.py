@@ -9,8 +9,8 @@ import pytest
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.engine import admission
-from jspec.engine import batch as host
 from jspec.engine import engine as engine_module
+from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile

@@ -12,8 +12,8 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
 from jspec.drafters import Suffix
 from jspec.engine import admission, engine, loop, profile
-from jspec.engine.batch import SequenceParams
 from jspec.engine.engine import Engine
+from jspec.engine.functional import SequenceParams
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.grammar.followed import FollowedGrammar

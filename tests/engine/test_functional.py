@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

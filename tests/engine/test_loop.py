@@ -15,7 +15,7 @@ from jspec.drafters import DraftModel
 
 # As attributes of the package these names are the functions, not the modules.
 from jspec.engine import admission, loop
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.models import decoder

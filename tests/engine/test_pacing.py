@@ -15,10 +15,10 @@ from jspec.core import trees
 from jspec.core.types import Draft, Params
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import loop
-from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.budget import Budget, expected
 from jspec.engine.costs import Costs
 from jspec.engine.engine import Engine
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.pacing import Pacing
 from jspec.engine.plan import Pass, Plan
 from jspec.engine.profile import Profile

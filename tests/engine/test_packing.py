@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jspec.core import kv_cache, packing, trees
 from jspec.core.types import Params
 from jspec.engine import budget
-from jspec.engine.batch import SequenceParams
 from jspec.engine.engine import Engine
+from jspec.engine.functional import SequenceParams
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.mla import MlaConfig

@@ -15,7 +15,7 @@ from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.drafters import DraftModel
 from jspec.engine import admission, memory, pages
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.loop import prefill
 from jspec.engine.pages import Holding, PageTable, Pool

@@ -10,7 +10,7 @@ import jspec.engine.engine
 from jspec.core.logprobs import Scoring
 from jspec.drafters import TokenRecycling
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan

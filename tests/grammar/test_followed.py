@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from jspec import SamplingParams
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan

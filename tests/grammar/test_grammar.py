@@ -12,7 +12,7 @@ import regex
 from jspec import SamplingParams
 from jspec.core import token_fsm, trees
 from jspec.core.types import Draft, History, Params
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams

@@ -9,7 +9,7 @@ import regex
 
 from jspec import SamplingParams
 from jspec.core.types import Params
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata

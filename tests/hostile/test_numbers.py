@@ -14,7 +14,7 @@ from jspec import verify
 from jspec.core import sampling
 from jspec.core.types import Params, Sampling
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from jspec.kernels.rejection_sampling import pallas_tpu
 from tests import fakes

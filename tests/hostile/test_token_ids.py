@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jspec.checkpoints.heads import mask_token, vocabulary
 from jspec.core import trees
 from jspec.core.types import Params
-from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from tests import fakes
 from tests.drafters import dflashes, peagle

@@ -13,7 +13,7 @@ from jspec.core import kv_cache, trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.drafters import NGram, NoDrafter
-from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.loop import launch
 from jspec.engine.plan import Plan
 from jspec.models import adapters

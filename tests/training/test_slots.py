@@ -11,7 +11,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import ParallelEagle
-from jspec.engine import batch as host
+from jspec.engine import functional as host
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle

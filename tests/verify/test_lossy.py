@@ -11,7 +11,7 @@ from jspec import verify
 from jspec.core import trees as core_trees
 from jspec.core.types import Draft, Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import SequenceParams
+from jspec.engine.functional import SequenceParams
 from jspec.engine.plan import Plan
 from jspec.tools.certify.conditionals import context_dependent, softmax
 from jspec.tools.certify.drawing import Case

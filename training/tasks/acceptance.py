@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jspec.core.types import Drafter, Params, Target
-from jspec.engine.batch import SequenceParams, generate_sequences
+from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from training.data.loader import Rows
 from training.errors import bad_option, check_least

@@ -19,7 +19,7 @@ import numpy as np
 
 from jspec.core.types import Array, Draft, Params, Request, Shared, Tree
 from jspec.engine import loop
-from jspec.engine.batch import Batch, advance, copied, start
+from jspec.engine.functional import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
 from jspec.engine.sequences import SequenceParams

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jspec.core.types import Params
-from jspec.engine.batch import start
+from jspec.engine.functional import start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams

@@ -19,7 +19,7 @@ from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, Drafter, History, Params, Rounds, Shared
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine.batch import Batch, advance, cancel, start
+from jspec.engine.functional import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.verify.nodes import Nodes, take

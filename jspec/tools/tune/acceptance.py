@@ -21,7 +21,7 @@ import numpy as np
 
 from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, Proposal, Sharing, Tree
-from jspec.engine.batch import Answer
+from jspec.engine.functional import Answer
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.tools.tune.families import Family

@@ -17,7 +17,7 @@ import numpy as np
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, History, Params, Shared, Target
-from jspec.engine.batch import Batch, advance, copied, start
+from jspec.engine.functional import Batch, advance, copied, start
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.tools.bench.timing import Contender, Sample, race

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.trees import StaticTree
-from jspec.engine.batch import Answer
+from jspec.engine.functional import Answer
 from jspec.tools.tune.acceptance import Recording, Round, accepted_by
 
 _REPLAYS = 64

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Params, Shared
-from jspec.engine.batch import Answer, Batch, generate_sharing, start
+from jspec.engine.functional import Answer, Batch, generate_sharing, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile

@@ -11,7 +11,7 @@ import jspec
 from jspec import verify
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
-from jspec.engine.batch import generate_sequences
+from jspec.engine.functional import generate_sequences
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools import trace as tracing

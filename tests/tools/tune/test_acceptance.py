@@ -9,7 +9,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import generate_sequences
+from jspec.engine.functional import generate_sequences
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.tune import acceptance, prediction
