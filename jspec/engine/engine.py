@@ -35,7 +35,7 @@ from jspec.core.logprobs import Scoring
 from jspec.core.token_fsm import FREE
 from jspec.core.types import Params, Request, Shared
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine import admission, answers
+from jspec.engine import admission, answers, program_memory
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
@@ -53,9 +53,6 @@ from jspec.util.values import is_whole
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
 _INTERRUPTIONS = KeyboardInterrupt, SystemExit  # of the process, and of no sequence
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
-_MOST_PROGRAMS = 32  # of a step, of which there is one for each size and profile
-_STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
-RELEASES = collections.Counter()  # of the programs of each step, in this process
 _PADDING = 512  # tokens: reading fewer takes less time than compiling programs for one prompt
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
@@ -195,7 +192,7 @@ class Engine:
         self._running = self.profile  # that ``_request`` has
         if pool is not None:
             pool.engines.add(self)
-        _release_programs()
+        program_memory.bound()
 
     @property
     def is_idle(self) -> bool:
@@ -523,7 +520,7 @@ class Engine:
             members[slots[0]] = tickets[0]
             self._join_batch(members, intake.state, slots[0])
         if self._running != self.profile:
-            _release_programs()
+            program_memory.bound()
         self._running = self.profile
         for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
             self._slots[slot] = ticket
@@ -768,17 +765,6 @@ class Engine:
             if not ticket.finished:
                 heapq.heappush(self._waiting, ticket)
         return [ticket for ticket in tickets if not ticket.finished]
-
-
-def _release_programs() -> None:
-    """Release the programs of a step if there are many: few are in use, and these compile again.
-
-    Engines ask for it before they compile: when they are made, and when their profile has changed.
-    """
-    for step in _STEPS:
-        if step._cache_size() > _MOST_PROGRAMS:
-            step.clear_cache()
-            RELEASES[step] += 1
 
 
 def _is_of_device(error: BaseException) -> bool:

@@ -19,12 +19,13 @@ from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
 from jspec.core.types import History, Request
 from jspec.engine import admission
-from jspec.engine.engine import RELEASES, Engine
+from jspec.engine.engine import Engine
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pages import table_of
 from jspec.engine.plan import RoundPlan
 from jspec.engine.profile import Profile, request_of
+from jspec.engine.program_memory import RELEASES
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar.followed import num_words
 

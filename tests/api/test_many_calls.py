@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jspec
-from jspec.engine import engine
+from jspec.engine import program_memory
 
 TARGET = Path(jspec.__file__).with_name("assets") / "demo" / "target"
 CALLS = 240
@@ -25,7 +25,8 @@ def resident():
 
 
 def programs():
-    return sum(step._cache_size() for step in engine._STEPS)
+    """Return the bytes that programs hold, in MB."""
+    return program_memory.held().total() / 1e6
 
 
 def asked(rng, index):
@@ -48,12 +49,12 @@ def asked(rng, index):
 
 @pytest.mark.slow
 def test_programs_and_memory_stay_bounded_whatever_is_asked(monkeypatch):
-    monkeypatch.setattr(engine, "_MOST_PROGRAMS", 32)
+    monkeypatch.setattr(program_memory, "MOST_BYTES", 500_000_000)
     llm = jspec.LLM(str(TARGET), speculative_config={"method": "suffix"})
     rng, seen = random.Random(0), []
     for index in range(CALLS):
         llm.generate(*asked(rng, index))
         if index % 40 == 39:
             seen.append((programs(), resident()))
-    assert max(count for count, _ in seen) < 120
+    assert max(held for held, _ in seen) < 700
     assert seen[-1][1] - seen[CALLS // 80][1] < 300, seen

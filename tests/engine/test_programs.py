@@ -6,11 +6,11 @@ import re
 import jax
 import pytest
 
-import jspec.engine.engine
 from jspec.core.logprobs import Scoring
 from jspec.drafters import TokenRecycling
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import functional as host
+from jspec.engine import program_memory
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
@@ -78,7 +78,7 @@ def test_programs_that_were_released_are_compiled_ahead_again(compiled, monkeypa
     programs.compile([row])
     assert not programs.may_lack([row]) and compiled()
     engine.run([row])
-    monkeypatch.setattr(jspec.engine.engine, "_MOST_PROGRAMS", 0)
+    monkeypatch.setattr(program_memory, "MOST_BYTES", 0)
     engine_of("none", has_pages=True)  # many engines have many programs
     assert programs.may_lack([row])
     programs.compile([row])
