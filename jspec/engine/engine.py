@@ -38,7 +38,7 @@ from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import admission, answers, program_memory
 from jspec.engine.answers import Answer
 from jspec.engine.launches import Launch
-from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
+from jspec.engine.loop import DecodeState, cancel, init_shared, launch
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
