@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jspec.core import trees
-from jspec.core.types import Array, Params
+from jspec.core.types import Array, Params, Target
 from jspec.engine.plan import Plan
 from jspec.models.decoder import Decoder
 
@@ -14,7 +14,7 @@ _CERTAIN = 1e4  # added to the logit of the text's next token
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class Replay(Target):
     """A decoder whose params are its weights and a text, token ids [B, T], or [1, T] of all rows.
 
     Hidden states, and so the drafts of heads, are the decoder's. Logits put the mass on the text's

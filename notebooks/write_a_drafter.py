@@ -110,7 +110,7 @@ plt.show()
 # %% [markdown]
 # ## 2. The first drafter
 #
-# A drafter is a frozen dataclass with the members of `jspec.Drafter`. A subclass of `jspec.NoDrafter` defines only
+# A drafter is a frozen dataclass that inherits from `jspec.Drafter`. A subclass of `jspec.NoDrafter` defines only
 # what it changes. Its fields are the keys of `speculative_config`. They are hashable, so equal settings share one
 # compiled program.
 #

@@ -31,7 +31,7 @@ from jax import lax
 
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, Params, Sampling, TargetOutput
+from jspec.core.types import Array, Draft, Drafter, Params, Sampling, Target, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
 from jspec.drafters.trees.drawing import Drawing
 from jspec.engine.functional import Answer, advance, start
@@ -42,7 +42,7 @@ from jspec.engine.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyTarget:
+class ToyTarget(Target):
     """The logits after a token are its row of ``params`` [V, V]; the cache has no layers."""
 
     vocab_size: int
@@ -108,13 +108,11 @@ def table(key: int, rows: int, vocab_size: int, scale: float = 1.5) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chain:
+class _Chain(Drafter):
     """A drafter of chains of K tokens without a memory."""
 
     num_speculative_tokens: int
-    capture_layers = ()
     proposal = "deterministic"
-    noise = "own"
 
     @property
     def max_depth(self):
@@ -123,15 +121,6 @@ class _Chain:
     @property
     def tree_size(self):
         return self.num_speculative_tokens + 1
-
-    def init(self, params, request, capacity):
-        return ()
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        return memory
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        return memory, shared
 
     def _draft(self, history, drafted, length=None, logits=None):
         """Return a chain of ``drafted`` [B, K]; the first ``length`` [B] are valid (None: all)."""

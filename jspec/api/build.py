@@ -166,7 +166,7 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
             f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
             f"draft trees of {drafter.tree_size} nodes; leave its tree out, or deterministic."
         )
-    packed = getattr(target, "packs_nodes", False)
+    packed = target.packs_nodes
     return Plan(target, drafter, part.speculative.rule, packed=packed)
 
 

@@ -5,13 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core import token_fsm
+from jspec.core import token_fsm, trees
 from jspec.core.types import Array, Draft, History, Request, Tree, Verdict
 
 
 def root_token(history: History) -> Array:
     """Return the last committed token of every row, [B]: node 0 of the next draft."""
     return jnp.take_along_axis(history.tokens, history.length[:, None] - 1, 1)[:, 0]
+
+
+def root_alone(history: History) -> Draft:
+    """Return the draft of the root alone."""
+    root = root_token(history)[:, None]
+    return Draft(root, trees.chain(0), jnp.ones_like(root, dtype=bool))
 
 
 def with_root(draft: Draft, history: History) -> Draft:

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.types import Array, Draft, Memory, Rounds, Shared, Target, TargetOutput
+from jspec.core.types import Array, Draft, Drafter, Memory, Shared, Target, TargetOutput
 from jspec.util.messages import kind_of, shown
 
 
 def check_propose(
-    drafter: Rounds, proposed: tuple[Draft, Memory], batch: int, vocab_size: int
+    drafter: Drafter, proposed: tuple[Draft, Memory], batch: int, vocab_size: int
 ) -> tuple[Draft, Memory]:
     """Return the result of ``propose``; raise ValueError if it is no (draft, memory) that fits."""
     name = f"{type(drafter).__name__}.propose"
@@ -51,7 +51,7 @@ def check_propose(
     return proposed
 
 
-def _check_distributions(name: str, drafter: Rounds, draft: Draft) -> None:
+def _check_distributions(name: str, drafter: Drafter, draft: Draft) -> None:
     if draft.logits is not None and drafter.proposal == "deterministic":
         raise ValueError(
             f"{name} recorded logits, but the drafter has proposal='deterministic', by which "
@@ -146,7 +146,7 @@ def check_walk(
     return result
 
 
-def check_update(drafter: Rounds, updated: tuple[Memory, Shared]) -> tuple[Memory, Shared]:
+def check_update(drafter: Drafter, updated: tuple[Memory, Shared]) -> tuple[Memory, Shared]:
     """Return the result of ``update``; raise ValueError unless it is (memory, shared)."""
     if not isinstance(updated, tuple) or len(updated) != 2:
         name = type(drafter).__name__
@@ -155,7 +155,7 @@ def check_update(drafter: Rounds, updated: tuple[Memory, Shared]) -> tuple[Memor
 
 
 def check_carry(
-    drafter: Rounds, before: dict[str, Any], after: dict[str, Any], prompt: bool = False
+    drafter: Drafter, before: dict[str, Any], after: dict[str, Any], prompt: bool = False
 ) -> None:
     """Raise ValueError if a round (``prompt``: a prefill) changes structure, shapes or dtypes.
 

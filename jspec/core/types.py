@@ -1,4 +1,4 @@
-"""The pytrees of a speculative round, and the protocols of everything that can be swapped.
+"""The pytrees of a speculative round, and the base classes of everything that can be swapped.
 
 In a round the drafter proposes a tree of tokens, and the target scores all nodes in one pass. A
 rule accepts a path and draws one more token. Then target and drafter commit the result.
@@ -17,8 +17,9 @@ Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` 
 ``shared`` outlives requests. The data classes are pytrees, so they pass through ``jax.jit``.
 """
 
+import abc
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import struct
@@ -171,81 +172,89 @@ class Params(NamedTuple):
     drafter: Any = None
 
 
-class Target(Protocol):
+@struct.dataclass
+class Round:
+    """A round after its verdict: the argument of ``Drafter.update``."""
+
+    params: Params
+    request: Request
+    shared: Shared
+    memory: Memory  # as ``propose`` returned it
+    history: History  # already with the tokens of this round
+    draft: Draft  # as it was verified
+    verdict: Verdict
+    out: TargetOutput
+
+
+class Target(abc.ABC):
     """A language model that scores N nodes in one pass and never writes its own cache.
 
-    A target is hashable and holds no weights. It may also have the method of ``ChecksParams``, and
-    ``reads_pages``, which is True if ``forward`` reads caches with a table of pages, and
-    ``packs_nodes``, which is True if ``forward`` takes a ``packing`` (``core.packing``).
+    A target is hashable, as a frozen dataclass of settings, and holds no weights.
     """
 
     vocab_size: int  # V
     max_positions: int  # longest supported sequence
+    reads_pages: bool = False  # whether ``forward`` reads caches with a table of pages
+    packs_nodes: bool = False  # whether ``forward`` takes a ``packing`` (``core.packing``)
 
+    @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int) -> Any:
         """Return an empty cache of ``capacity`` slots per row."""
 
+    @abc.abstractmethod
     def forward(
         self, params: Any, tokens: Array, tree: Tree, cache: Any, capture_layers: tuple[int, ...]
     ) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
 
     def embed(self, params: Any, tokens: Array) -> Array:
-        """Return input vectors [..., D] of token ids [...]."""
+        """Return input vectors [..., D] of token ids [...]; heads may share them."""
+        raise ValueError(f"the drafter reads embeddings; give {type(self).__name__} an embed.")
 
     def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
-        """Return logits [..., V] of the last residual stream [..., D].
+        """Return logits [..., V] of the last residual stream [..., D]; heads may share them.
 
         ``norm=False`` skips the final norm, for a stream that it has already been applied to.
         """
+        raise ValueError(f"the drafter reads output logits; give {type(self).__name__} an unembed.")
+
+    def check_params(self, params: Any) -> None:
+        """Raise ValueError if ``params`` are not its weights; by default all are accepted."""
+        del params
 
 
-class Rounds(Protocol):
-    """The part of a drafter that runs in every round."""
+class Drafter(abc.ABC):
+    """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
+
+    A method defines ``max_depth``, ``tree_size``, ``proposal`` and ``propose``. The other members
+    have defaults: a drafter without memory that reads the history alone.
+    """
 
     max_depth: int  # K
     tree_size: int  # N, root included
-    capture_layers: tuple[int, ...]  # indices of the target's hidden_states that the drafter reads
     proposal: Proposal  # how children are drawn; decides which rules are exact
+    capture_layers: tuple[int, ...] = ()  # indices of the target's hidden_states that it reads
+    noise: Literal["own", "target"] = "own"  # "target": draws with the target's noise (``coupled``)
+    # Whether its caches may have pages: it has none, or reads them by ``models.attention``.
+    reads_pages: bool = False
+    # Tokens after a position that an entry of its caches depends on. None: the memory cannot start
+    # behind a cached prefix.
+    lookahead: int | None = None
+    # Whether it can miss rounds: ``prefill`` makes up for ``update``, for the ``missing`` tokens.
+    catches_up: bool = False
 
-    def propose(
-        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
-    ) -> tuple[Draft, Memory]:
-        """Draft up to ``tree_size`` nodes per row, rooted at the last committed token."""
+    @property
+    def node_buckets(self) -> tuple[int, ...]:
+        """Node counts that get a program of their own (``Plan.node_buckets``), ascending to N."""
+        return tuple(sorted({1, self.tree_size}))
 
-    def update(
-        self,
-        params: Params,
-        request: Request,
-        shared: Shared,
-        memory: Memory,
-        history: History,
-        draft: Draft,
-        verdict: Verdict,
-        out: TargetOutput,
-    ) -> tuple[Memory, Shared]:
-        """Commit the verdict; ``history`` already holds the tokens of this round."""
-
-
-class Drafter(Rounds, Protocol):
-    """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
-
-    Optional members:
-
-    * ``init_shared`` and ``on_finished``: see ``Sharing``;
-    * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
-    * ``backlog``: a setting, the most committed tokens that a round prefills;
-    * ``missing``: see ``jspec.drafters.base.backlog.Following``;
-    * ``lookahead``: its caches may have pages, since it reads them by ``models.attention``. It is
-      the number of tokens after a position that an entry depends on, or None if the memory cannot
-      start behind a cached prefix. Without it, caches have no pages;
-    * ``check_params``: see ``ChecksParams``.
-    """
-
-    noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
+    def check_params(self, params: Any) -> None:
+        """Raise ValueError if ``params`` are not its weights; by default all are accepted."""
+        del params
 
     def init(self, params: Params, request: Request, capacity: int) -> Memory:
         """Allocate the memory for histories of up to ``capacity`` tokens."""
+        return ()
 
     def prefill(
         self,
@@ -262,14 +271,29 @@ class Drafter(Rounds, Protocol):
         states [B, C, D], one for each of ``capture_layers``. ``start``, [] or [B], is the position
         of the first token, and ``valid`` [B] the number of tokens of the chunk that exist.
         """
+        return memory
 
+    @abc.abstractmethod
+    def propose(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
+    ) -> tuple[Draft, Memory]:
+        """Draft up to ``tree_size`` nodes per row, rooted at the last committed token."""
 
-@runtime_checkable
-class Sharing(Protocol):
-    """The extra methods of a drafter whose state outlives calls; others get ``()`` for it."""
+    def update(self, round: Round) -> tuple[Memory, Shared]:
+        """Commit the verdict of a round; the only place that may write a cache of its own."""
+        return round.memory, round.shared
+
+    def missing(self, memory: Memory, history: History) -> Array:
+        """Return the number of tokens that ``prefill`` must process before a row drafts, [B]."""
+        return jax.numpy.zeros_like(history.length)
+
+    def with_backlog(self, count: int) -> "Drafter":
+        """Return the drafter that makes up for ``count`` missed tokens in one round, if it can."""
+        return self
 
     def init_shared(self) -> Shared:
-        """Allocate the state that all rows and calls share."""
+        """Allocate the state that all rows and calls share, such as past responses."""
+        return ()
 
     def on_finished(
         self, shared: Shared, memory: Memory, history: History, rows: Array
@@ -278,14 +302,7 @@ class Sharing(Protocol):
 
         Rows that end by themselves are not among them: ``update`` sees those.
         """
-
-
-@runtime_checkable
-class ChecksParams(Protocol):
-    """The extra method of a target or drafter that recognises weights of another model."""
-
-    def check_params(self, params: Any) -> None:
-        """Raise ValueError if ``params`` are not its weights."""
+        return memory, shared
 
 
 # A rule's walk maps (processed logits [B, N, V], draft, tree, randomness [B, N], proposal) to (path

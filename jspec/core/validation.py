@@ -4,39 +4,39 @@
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, get_args
 
 import jax
 
-from jspec.core.types import ChecksParams, Drafter, Params, Proposal, Target
+from jspec.core.types import Drafter, Params, Proposal, Target
 from jspec.util.messages import kind_of, shown
 from jspec.util.values import is_whole
 
-_TARGET = ("vocab_size", "max_positions", "init_cache", "forward")
-_DRAFTER = ("max_depth", "tree_size", "capture_layers", "proposal", "noise", "init", "prefill")
-_DRAFTER += ("propose", "update")
-
 
 def check_target(target: Target) -> None:
-    """Raise ValueError for a class, and for an object that lacks members or is not hashable."""
-    hint = "pass a jspec.Target, such as jspec.load(...).target"
+    """Raise ValueError for what is no ``Target``, is not hashable, or lacks a size."""
+    hint = "pass one, such as jspec.load(...).target, or inherit from jspec.Target"
     if hasattr(target, "target") and hasattr(target, "params"):
         hint = "pass its .target, and its .params as the weights"
-    _check_members("target", target, _TARGET, hint)
+    _check_kind_of("target", target, Target, hint)
+    _check_declared(target, "vocab_size", "max_positions")
 
 
 def check_drafter(drafter: Drafter) -> None:
     """Raise ValueError as ``check_target`` does, and if a member has an invalid value."""
-    hint = "pass a jspec.Drafter, such as jspec.NGram(4, 2, 5)"
+    hint = (
+        "pass one, such as jspec.NGram(4, 2, 5); a class of yours inherits from jspec.Drafter, or "
+        "from jspec.NoDrafter and its defaults"
+    )
     if isinstance(drafter, str):
-        hint = f"names are for jspec.LLM's speculative_config; {hint}"
+        hint = "names are for jspec.LLM's speculative_config; pass jspec.NGram(4, 2, 5) or another"
     elif hasattr(drafter, "target") or hasattr(drafter, "forward"):
         hint = (
             "a model drafts by jspec.DraftModel(model.config, num_speculative_tokens), with its "
             "weights as drafter_params"
         )
-    _check_members("drafter", drafter, _DRAFTER, hint)
+    _check_kind_of("drafter", drafter, Drafter, hint)
+    _check_declared(drafter, "max_depth", "tree_size", "proposal")
     least = drafter.max_depth + 1 if is_whole(drafter.max_depth) else 1
     layers, proposals = drafter.capture_layers, get_args(Proposal)
     indices = isinstance(layers, tuple) and all(is_whole(layer, 0) for layer in layers)
@@ -72,15 +72,23 @@ def sharing_noise(drafter: Drafter) -> Drafter:
     return dataclasses.replace(drafter, noise="target")
 
 
-def _check_members(role: str, value: Any, members: Iterable[str], hint: str) -> None:
+def _check_kind_of(role: str, value: Any, base: type, hint: str) -> None:
     if isinstance(value, type):
         raise ValueError(
             f"{role}={value.__name__} is a class; pass an instance of it, {value.__name__}(...)."
         )
+    if not isinstance(value, base):
+        raise ValueError(f"{role}={shown(value, 60)} is no jspec.{base.__name__}; {hint}.")
+    check_hashable(role, value)
+
+
+def _check_declared(value: Target | Drafter, *members: str) -> None:
     missing = [name for name in members if not hasattr(value, name)]
     if missing:
-        raise ValueError(f"{role}={shown(value, 60)} has no {', '.join(missing)}; {hint}.")
-    check_hashable(role, value)
+        raise ValueError(
+            f"{type(value).__name__} has no {', '.join(missing)}; declare it in the class, as a "
+            "constant, a field or a property."
+        )
 
 
 def check_hashable(role: str, value: Any) -> None:
@@ -124,9 +132,7 @@ def check_on_host(name: str, values: Any) -> None:
 
 
 def check_weights(owner: Target | Drafter, weights: Any) -> None:
-    """Raise ValueError if ``owner`` has a ``check_params`` that refuses the weights."""
-    if not isinstance(owner, ChecksParams):
-        return
+    """Raise ValueError if the ``check_params`` of ``owner`` refuses the weights."""
     try:
         owner.check_params(weights)
     except ValueError as error:

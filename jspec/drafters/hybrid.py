@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core import modes, validation
-from jspec.core.history import is_ended
-from jspec.core.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
+from jspec.core import validation
+from jspec.core.history import is_ended, root_alone
+from jspec.core.types import Array, Draft, Drafter, History, Params, Verdict
+from jspec.drafters.base import modes
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.drafters.trees import merge, tree_settings
+from jspec.drafters.trees import merge
 from jspec.util.messages import shown
 
 _RATE = 0.9  # prior acceptance of a looked-up token
@@ -49,7 +50,7 @@ class HybridMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid:
+class Hybrid(Drafter):
     """A lookup drafter and another drafter, merged or chosen from.
 
     ``params.drafter`` and ``shared`` are pairs, one entry for each drafter.
@@ -98,9 +99,7 @@ class Hybrid:
             second = validation.sharing_noise(second)
         # A draft may be rejected entirely; a network that pauses has more to catch up with.
         backlog = max(self.max_depth + 1, modes.BACKLOG if self.combine == "choose" else 0)
-        if getattr(second, "backlog", backlog) < backlog:
-            second = dataclasses.replace(second, backlog=backlog)
-        object.__setattr__(self, "parts", (first, second))
+        object.__setattr__(self, "parts", (first, second.with_backlog(backlog)))
 
     def check_params(self, params):
         """Refuse weights that are not a pair, one of each drafter."""
@@ -112,6 +111,7 @@ class Hybrid:
 
     max_depth = property(lambda self: max(part.max_depth for part in self.parts))
     capture_layers = property(lambda self: self.parts[1].capture_layers)
+    reads_pages = property(lambda self: all(part.reads_pages for part in self.parts))
 
     @property
     def lookahead(self) -> int | None:
@@ -128,8 +128,8 @@ class Hybrid:
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """Node counts that get a program of their own: of either draft alone, and of all nodes."""
-        first, second = map(tree_settings.node_buckets, self.parts)
-        return tuple(sorted({1, self.tree_size, *first, *second}))
+        of_parts = (size for part in self.parts for size in part.node_buckets)
+        return tuple(sorted({1, self.tree_size, *of_parts}))
 
     @property
     def proposal(self) -> str:
@@ -142,7 +142,7 @@ class Hybrid:
 
     def init_shared(self) -> Any:
         """Return the shared state of both; () if neither has any."""
-        shared = tuple(x.init_shared() if isinstance(x, Sharing) else () for x in self.parts)
+        shared = tuple(part.init_shared() for part in self.parts)
         return shared if jax.tree.leaves(shared) else ()
 
     def on_finished(self, shared: Any, memory: HybridMemory, history: History, rows: Array):
@@ -151,8 +151,6 @@ class Hybrid:
             return memory, shared
         learned = [
             part.on_finished(part_shared, part_memory, history, rows)
-            if isinstance(part, Sharing)
-            else (part_memory, part_shared)
             for part, part_shared, part_memory in zip(self.parts, shared, memory.parts, strict=True)
         ]
         parts, shared = zip(*learned, strict=True)
@@ -195,7 +193,7 @@ class Hybrid:
             return merge.graft(draft, lookup_draft), memory.replace(parts=parts)
         trust = _chosen(memory.trust, lookup_draft)
         needed = ~trust.looked_up & ~is_ended(request, history)
-        proposers = modes.root_alone(history), run_network
+        proposers = (lambda memory: (root_alone(history), memory)), run_network
         draft, network_memory = modes.switch(
             needed.any().astype(jnp.int32), proposers, memory.parts[1], network_params
         )
@@ -204,19 +202,22 @@ class Hybrid:
         memory = HybridMemory((lookup_memory, network_memory), trust.replace(looked_up=looked_up))
         return merge.choose(lookup_draft, draft, looked_up), memory
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Hand the verdict to both, and update the running means."""
-        (lookup, network), params, states = self.parts, _split(params), shared or ((), ())
-        judged = history, draft, verdict
-        lookup_memory, lookup_shared = lookup.update(
-            params[0], request, states[0], memory.parts[0], *judged, out.replace(features=())
+        (lookup, network), memory = self.parts, round.memory
+        params, shared = _split(round.params), round.shared or ((), ())
+        of_lookup = round.replace(
+            params=params[0],
+            shared=shared[0],
+            memory=memory.parts[0],
+            out=round.out.replace(features=()),
         )
-        network_memory, network_shared = network.update(
-            params[1], request, states[1], memory.parts[1], *judged, out
-        )
-        trust = memory.trust and _updated(memory.trust, draft, verdict)
+        of_network = round.replace(params=params[1], shared=shared[1], memory=memory.parts[1])
+        lookup_memory, lookup_shared = lookup.update(of_lookup)
+        network_memory, network_shared = network.update(of_network)
+        trust = memory.trust and _updated(memory.trust, round.draft, round.verdict)
         memory = HybridMemory((lookup_memory, network_memory), trust)
-        return memory, shared and (lookup_shared, network_shared)
+        return memory, round.shared and (lookup_shared, network_shared)
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -39,12 +39,13 @@ class Hydra(FeatureDrafter):
             return super().prefill(params, memory, tokens, features, start, valid)
         return self._commit(params, memory, features[0], valid)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Keep the last hidden state of the accepted path, or commit it all."""
         if self.config.network is None:
-            return super().update(params, request, shared, memory, history, draft, verdict, out)
-        (features,) = along_path(out.features, verdict.path)
-        return self._commit(params, memory, features, verdict.num_emitted), shared
+            return super().update(round)
+        (features,) = along_path(round.out.features, round.verdict.path)
+        count = round.verdict.num_emitted
+        return self._commit(round.params, round.memory, features, count), round.shared
 
     def _state(self, memory):
         return memory.hidden[:, None] if self.config.network is None else memory.hidden

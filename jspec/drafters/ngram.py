@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from jspec.core import trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft
+from jspec.core.types import Array, Draft, Drafter
 from jspec.drafters.trees.tree_settings import check_positive
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """N-gram lookup over a row's own history, on the device.
 
     Raises:
@@ -28,10 +28,9 @@ class NGram:
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
 
-    capture_layers = ()
-    lookahead = 0
     proposal = "deterministic"
-    noise = "own"
+    reads_pages = True
+    lookahead = 0
     max_depth = property(lambda self: self.num_speculative_tokens)
     tree_size = property(lambda self: self.num_speculative_tokens + 1)
 
@@ -47,14 +46,6 @@ class NGram:
                 f"prompt_lookup_max={self.prompt_lookup_max}"
             )
 
-    def init(self, params, request, capacity):
-        """Return no memory: the history is enough."""
-        return ()
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        """Do nothing."""
-        return memory
-
     def propose(self, params, request, shared, memory, history):
         """Copy a chain of 0 to K tokens a row from the history."""
         count = self.num_speculative_tokens
@@ -69,10 +60,6 @@ class NGram:
             valid=jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True),
             max_depth=count,
         ), memory
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Do nothing."""
-        return memory, shared
 
     def _find(self, row: Array, length: Array) -> tuple[Array, Array]:
         """Return the start of the continuation in one row [T], and whether there is one."""

@@ -2,32 +2,20 @@
 
 import dataclasses
 
-from jspec.core import modes
+from jspec.core.history import root_alone
+from jspec.core.types import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDrafter:
+class NoDrafter(Drafter):
     """A drafter that proposes nothing, so every round is one step of the target."""
 
     max_depth = 0
     tree_size = 1
-    capture_layers = ()
-    lookahead = 0
     proposal = "deterministic"
-    noise = "own"
-
-    def init(self, params, request, capacity):
-        """Return no memory."""
-        return ()
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        """Do nothing."""
-        return memory
+    reads_pages = True
+    lookahead = 0
 
     def propose(self, params, request, shared, memory, history):
         """Return the root alone."""
-        return modes.root_alone(history)(memory)
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Do nothing."""
-        return memory, shared
+        return root_alone(history), memory

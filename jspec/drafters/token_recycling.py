@@ -8,7 +8,6 @@ pass updates the rows of the tokens that it has seen.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from jspec.core import sampling
 from jspec.core.history import root_token
 from jspec.core.trees import StaticTree
-from jspec.core.types import Array, Draft, History
+from jspec.core.types import Array, Draft, Drafter
 from jspec.drafters.trees import tree_settings
 
 UNKNOWN = -1  # in the rows of tokens that no pass has seen
@@ -24,7 +23,7 @@ _DEPTH, _TREE_SIZE, _TOP_K = 6, 81, 8  # the paper's: 80 nodes below the root
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenRecycling:
+class TokenRecycling(Drafter):
     """Token recycling. ``shared`` is the matrix, int32 [V, k]; with () nothing is drafted.
 
     The matrix outlives calls and serves all rows. If several nodes of a round hold one token, the
@@ -48,10 +47,9 @@ class TokenRecycling:
     tree_size: int | None = None
     tree_top_k: int | None = None
 
-    capture_layers = ()
-    lookahead = 0
     proposal = "deterministic"
-    noise = "own"
+    reads_pages = True
+    lookahead = 0
 
     def __post_init__(self):
         if self.width > self.vocab_size:
@@ -85,18 +83,6 @@ class TokenRecycling:
         """Return a matrix of unknown tokens."""
         return jnp.full((self.vocab_size, self.width), UNKNOWN, jnp.int32)
 
-    def on_finished(self, shared: Any, memory: Any, history: History, rows: Array):
-        """Learn nothing: every round has updated ``shared``."""
-        return memory, shared
-
-    def init(self, params, request, capacity):
-        """Return no memory."""
-        return ()
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        """Do nothing: a prompt has no logits."""
-        return memory
-
     def propose(self, params, request, shared, memory, history):
         """Draft the part of the tree whose tokens the matrix knows."""
         parents, ranks, depth = (
@@ -117,12 +103,13 @@ class TokenRecycling:
             valid = jnp.concatenate([valid, known], 1)
         return Draft(tokens, np.array(parents, np.int32), valid, max_depth=self.max_depth), memory
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Update the rows of all tokens that the target has seen, accepted or not."""
-        if isinstance(shared, tuple):
-            return memory, shared
-        seen = draft.valid & (verdict.num_emitted > 0)[:, None]
-        return memory, _updated(shared, draft.tokens, seen, out.logits)
+        if isinstance(round.shared, tuple):
+            return round.memory, round.shared
+        draft = round.draft
+        seen = draft.valid & (round.verdict.num_emitted > 0)[:, None]
+        return round.memory, _updated(round.shared, draft.tokens, seen, round.out.logits)
 
 
 def _updated(matrix: Array, drafted: Array, seen: Array, logits: Array) -> Array:

@@ -5,7 +5,7 @@ from flax import struct
 
 from jspec.core import logprobs
 from jspec.core.logprobs import Logprobs, Scoring
-from jspec.core.types import Array, Draft, History, Rounds, Sampling, Tree, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, Sampling, Tree, Verdict
 from jspec.engine.profile import Profile
 
 
@@ -39,7 +39,7 @@ class Launch:
     num_cached: Array | None = None  # [B] int32, tokens that all caches hold
 
 
-def empty(profile: Profile, drafter: Rounds, history: History) -> Launch:
+def empty(profile: Profile, drafter: Drafter, history: History) -> Launch:
     """Return a launch before its first round."""
     batch = history.length.shape[0]
     unset = lambda *shape: jnp.full((profile.rounds, batch, *shape), -1, jnp.int32)
@@ -101,7 +101,7 @@ def record(
 def ended(
     launch: Launch,
     profile: Profile,
-    drafter: Rounds,
+    drafter: Drafter,
     history: History,
     done: Array,
     num_cached: Array,

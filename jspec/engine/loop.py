@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jspec.core import kv_cache, logprobs, modes, shape_checks, token_fsm, trees
+from jspec.core import kv_cache, logprobs, shape_checks, token_fsm, trees
 from jspec.core.history import extend_history, trim_draft, with_root
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.packing import Packing, packing_of
@@ -21,8 +21,8 @@ from jspec.core.types import (
     Memory,
     Params,
     Request,
+    Round,
     Shared,
-    Sharing,
     TargetOutput,
     Tree,
     Verdict,
@@ -220,9 +220,19 @@ def second_half(
     # Commit the accepted path and drop the rest.
     with jax.named_scope("commit"):
         history, verdict, ended = extend_history(request, state.history, draft, verdict)
-        memory = state.memory
-        learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
-        memory, shared = shape_checks.check_update(plan.drafter, learned)
+        updated = plan.drafter.update(
+            Round(
+                params=params,
+                request=request,
+                shared=shared,
+                memory=state.memory,
+                history=history,
+                draft=draft,
+                verdict=verdict,
+                out=out,
+            )
+        )
+        memory, shared = shape_checks.check_update(plan.drafter, updated)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)
     ran = None if ran is None else launches.record(ran, proposed, draft, tree, verdict, passed)
     done = state.done | ended
@@ -316,13 +326,20 @@ def _pad(
     out: TargetOutput, verdict: Verdict, num_nodes: int, max_depth: int
 ) -> tuple[TargetOutput, Verdict]:
     """Pad the results of a bucket to the shapes of the largest one."""
-    nodes = lambda axis: lambda x: modes.widen(x, axis, num_nodes)
+    nodes = lambda axis: lambda x: _widen(x, axis, num_nodes)
     out = TargetOutput(
         logits=nodes(1)(out.logits),
         features=jax.tree.map(nodes(1), out.features),
         tree_kv=jax.tree.map(nodes(2), out.tree_kv),
     )
-    return out, verdict.replace(path=modes.widen(verdict.path, 1, max_depth + 1))
+    return out, verdict.replace(path=_widen(verdict.path, 1, max_depth + 1))
+
+
+def _widen(x: Array, axis: int, size: int) -> Array:
+    """Pad ``x`` with zeros to ``size`` along ``axis``: branches must return equal shapes."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, missing)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "scoring"), donate_argnames="state")
@@ -369,7 +386,7 @@ def prefill(
 
 def init_shared(plan: Plan) -> Shared:
     """Return the drafter's state that outlives calls, before the first call; () if it has none."""
-    return plan.drafter.init_shared() if isinstance(plan.drafter, Sharing) else ()
+    return plan.drafter.init_shared()
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
@@ -382,8 +399,7 @@ def cancel(
     A drafter with shared state is handed their texts. Consumes ``shared`` and ``state``.
     """
     limit = jnp.where(rows, state.history.length, request.max_length)
-    if isinstance(plan.drafter, Sharing):
-        learned = plan.drafter.on_finished(shared, state.memory, state.history, rows)
-        memory, shared = shape_checks.check_update(plan.drafter, learned)
-        state = state.replace(memory=memory)
+    learned = plan.drafter.on_finished(shared, state.memory, state.history, rows)
+    memory, shared = shape_checks.check_update(plan.drafter, learned)
+    state = state.replace(memory=memory)
     return request.replace(max_length=limit), shared, state.replace(done=state.done | rows)

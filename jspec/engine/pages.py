@@ -400,13 +400,13 @@ def table_of(holdings: Sequence[Holding | None], pool: Pool | None, capacity: in
 
 def reads_pages(plan: Plan) -> bool:
     """Return whether target and drafter read caches with pages."""
-    return getattr(plan.target, "reads_pages", False) and hasattr(plan.drafter, "lookahead")
+    return plan.target.reads_pages and plan.drafter.reads_pages
 
 
 def check(plan: Plan) -> None:
     """Refuse a plan whose caches cannot have pages."""
     if not reads_pages(plan):
-        part = plan.drafter if getattr(plan.target, "reads_pages", False) else plan.target
+        part = plan.drafter if plan.target.reads_pages else plan.target
         raise ValueError(
             f"{type(part).__name__} reads no KV cache with pages; run it without a pool."
         )

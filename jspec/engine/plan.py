@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from jspec import verify
 from jspec.core import packing, validation
-from jspec.core.types import Array, Draft, Drafter, History, Request, Rounds, Target, Tree, Verdict
-from jspec.drafters.trees import tree_settings
+from jspec.core.types import Array, Draft, Drafter, History, Request, Target, Tree, Verdict
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, listed
 
@@ -24,7 +23,7 @@ class RoundPlan:
     """The settings of rounds with one drafter. Fields are those of ``Plan``, and not checked."""
 
     target: Target  # the model whose distribution the output has
-    drafter: Drafter | Rounds
+    drafter: Drafter
     rule: str | verify.Rule = "rejection"  # a name in ``jspec.verify.RULES``, or a ``Rule``
     # Node counts that the target's pass is compiled for, ascending up to the drafter's
     # ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the drafter's
@@ -79,7 +78,7 @@ class Plan(RoundPlan):
     def __post_init__(self):
         validation.check_target(self.target)
         validation.check_drafter(self.drafter)
-        if self.packed and not getattr(self.target, "packs_nodes", False):
+        if self.packed and not self.target.packs_nodes:
             raise ValueError(
                 f"packed=True needs a target whose forward takes a packing, and "
                 f"{type(self.target).__name__} has no packs_nodes=True; leave packed out."
@@ -98,7 +97,7 @@ class Plan(RoundPlan):
         if self._rule.shares_noise:
             object.__setattr__(self, "drafter", validation.sharing_noise(self.drafter))
         buckets = listed("node_buckets", self.node_buckets)
-        buckets = buckets or tree_settings.node_buckets(self.drafter)
+        buckets = buckets or self.drafter.node_buckets
         size = self.drafter.tree_size
         ascending = are_whole(buckets, 1) and list(buckets) == sorted(set(buckets))
         if not ascending or buckets[-1] != size:
@@ -117,7 +116,7 @@ class Plan(RoundPlan):
         rounds = self.drafter.at_length(length)
         has_rule = not self._rule.lossless or rounds.proposal in self._rule.exact_for
         rule, sizes = self.rule if has_rule else "match", {rounds.tree_size, *self.node_buckets}
-        buckets = tuple(size for size in tree_settings.node_buckets(rounds) if size in sizes)
+        buckets = tuple(size for size in rounds.node_buckets if size in sizes)
         return RoundPlan(self.target, rounds, rule, buckets, self.packed)
 
 

@@ -38,7 +38,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, trees
-from jspec.core.types import Array, TargetOutput, Tree
+from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import decoder, probe
 from jspec.models.probe import check
 
@@ -48,7 +48,7 @@ _INFERENCE = "put it in inference mode: no dropout, running averages, no cache o
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptedTarget:
+class AdaptedTarget(Target):
     """The base of both adapted targets; use the constructors below."""
 
     apply: Callable[..., Any]

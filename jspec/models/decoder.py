@@ -14,7 +14,7 @@ from flax import struct
 from jspec import ops
 from jspec.core import kv_cache, trees, validation
 from jspec.core.packing import Packing
-from jspec.core.types import Array, TargetOutput, Tree
+from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
 from jspec.models.attention import Attend, attention, attention_over
@@ -302,7 +302,7 @@ def forward(
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
+class Decoder(Target):
     """A decoder as a ``Target``: a config bound to the functions of this module."""
 
     config: DecoderConfig

@@ -46,8 +46,8 @@ class Custom(jspec.NoDrafter):
     def propose(self, params, request, shared, memory, history):
         return self.proposed(memory)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        return self.updated(memory, shared)
+    def update(self, round):
+        return self.updated(round.memory, round.shared)
 
 
 DRAFTS = {

@@ -15,7 +15,7 @@ from jspec.engine.functional import SequenceParams, generate_sequences, start
 from jspec.engine.profile import Profile
 from jspec.models.decoder import Decoder
 from tests import tiny
-from tests.drafters import heads
+from tests.drafters import custom, heads
 
 PROMPT = [3, 1, 4]
 WEIGHTS = tiny.params()
@@ -39,10 +39,33 @@ def refused(*words, **mistake):
 
 
 @dataclasses.dataclass(frozen=True)
+class Depthless(jspec.Drafter):
+    """A drafter that declares too little."""
+
+    tree_size = 1
+
+    def propose(self, params, request, shared, memory, history):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
 class Listing(jspec.NoDrafter):
     """A drafter that is not hashable, because a setting is a list."""
 
     words: list
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizeless(jspec.Target):
+    """A target without a limit of its length."""
+
+    vocab_size = 4
+
+    def init_cache(self, batch, capacity):
+        return ()
+
+    def forward(self, params, tokens, tree, cache, capture_layers):
+        return None
 
 
 LOADED = SimpleNamespace(target=tiny.TARGET, params=WEIGHTS.target)
@@ -52,12 +75,13 @@ LOADED = SimpleNamespace(target=tiny.TARGET, params=WEIGHTS.target)
     ("target", "words"),
     [
         (Decoder, ["target=Decoder is a class", "Decoder(...)"]),
-        (WEIGHTS.target, ["has no vocab_size", "jspec.load(...).target"]),
+        (WEIGHTS.target, ["is no jspec.Target", "jspec.load(...).target"]),
         (LOADED, ["pass its .target, and its .params as the weights"]),
-        (None, ["target=None has no vocab_size"]),
+        (None, ["target=None is no jspec.Target", "inherit from jspec.Target"]),
+        (Sizeless(), ["Sizeless has no max_positions; declare it in the class"]),
     ],
 )
-def test_errors_name_the_missing_members_of_a_target(target, words):
+def test_errors_say_why_a_value_is_no_target(target, words):
     refused(*words, target=target)
 
 
@@ -69,10 +93,12 @@ def test_errors_name_the_missing_members_of_a_target(target, words):
         ("", ["drafter=''"]),
         (tiny.TARGET, ["jspec.DraftModel(model.config, num_speculative_tokens)"]),
         (LOADED, ["jspec.DraftModel(model.config, num_speculative_tokens)", "drafter_params"]),
+        (custom.Duck(), ["drafter=Duck() is no jspec.Drafter", "inherits from jspec.Drafter"]),
+        (Depthless(), ["Depthless has no max_depth, proposal; declare it in the class"]),
         (Listing([1]), ["drafter=Listing must be hashable", "tuples and frozensets"]),
     ],
 )
-def test_errors_name_the_missing_members_of_a_drafter(drafter, words):
+def test_errors_say_why_a_value_is_no_drafter(drafter, words):
     refused(*words, drafter=drafter)
 
 

@@ -87,24 +87,31 @@ class Drawn(Repeat):
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """A drafter that lacks members and an argument."""
+class Half(jspec.Drafter):
+    """A drafter that lacks members and arguments."""
 
     model: str = ""
     max_depth = 1
-    tree_size = 2
-    proposal = "deterministic"
 
     def init(self, params, request, capacity):
         return ()
 
-    def propose(self, params, history):
-        return None
-
-    def init_shared(self):
-        return ()
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        return memory, shared
 
     load_params = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Duck:
+    """A class that has a drafter's members, but is none."""
+
+    max_depth = 0
+    tree_size = 1
+    proposal = "deterministic"
+
+    def propose(self, params, request, shared, memory, history):
+        return None
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jspec.api import config
-from jspec.core.types import Params, TargetOutput, Verdict
+from jspec.core.types import Params, Round, TargetOutput, Verdict
 from jspec.drafters import TokenRecycling
 from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
@@ -73,7 +73,8 @@ def test_the_last_of_several_nodes_with_one_token_updates_the_matrix():
     draft = fakes.Draft(tokens, np.array([-1, 0, 0, 1], np.int32), valid, max_depth=2)
     out = TargetOutput(jnp.array(logits), (), ())
     matrix = drafter.init_shared().at[9].set(7)
-    _, matrix = drafter.update(None, None, matrix, (), None, draft, verdict, out)
+    params = Params(None)
+    _, matrix = drafter.update(Round(params, None, matrix, (), None, draft, verdict, out))
     expected = np.full((VOCAB, 2), -1)
     expected[9] = 7
     for token, (row, node) in {1: (1, 3), 2: (1, 1), 3: (0, 2), 4: (1, 0)}.items():

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jspec.core import kv_cache, trees
 from jspec.core.history import root_token
-from jspec.core.types import Draft, Params
+from jspec.core.types import Draft, Drafter, Params
 from jspec.drafters import NGram, NoDrafter
 from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.loop import launch
@@ -55,19 +55,13 @@ def greedy_text(kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class WindingTree:
+class WindingTree(Drafter):
     """A drafter of trees in which the text is on changing branches, or absent."""
 
     text: tuple[tuple[int, ...], ...]  # per row, padding rows of the batch included
 
     max_depth, tree_size = 2, 7
-    capture_layers, proposal, noise = (), "deterministic", "own"
-
-    def init(self, params, request, capacity):
-        return ()
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        return memory
+    proposal = "deterministic"
 
     def propose(self, params, request, shared, memory, history):
         parents = np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
@@ -79,9 +73,6 @@ class WindingTree:
         valid = jnp.ones_like(drafted, dtype=bool)
         drafted = drafted.at[:, 0].set(root_token(history))
         return Draft(drafted, parents, valid, max_depth=2), memory
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        return memory, shared
 
 
 def drafter_of(name, kind):

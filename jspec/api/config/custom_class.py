@@ -1,7 +1,7 @@
 """``custom_class``: the user's own drafter, by the dotted path of its class.
 
-The class is a frozen dataclass with the members of ``jspec.core.types.Drafter``. Its fields are its
-config keys. jspec fills in ``target`` and ``vocab_size`` if the config does not. A drafter with
+The class is a frozen dataclass that inherits from ``jspec.Drafter``. Its fields are its config
+keys. jspec fills in ``target`` and ``vocab_size`` if the config does not. A drafter with
 weights has one more method,
 
     def load_params(self, target_params) -> a pytree of arrays
@@ -15,12 +15,12 @@ import inspect
 import itertools
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, get_type_hints, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jspec import verify
 from jspec.api.config.keys import CUSTOM_CLASS, KEYS, RULE_KEYS
 from jspec.core import validation
-from jspec.core.types import Drafter, Sharing
+from jspec.core.types import Drafter
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.models.decoder import Decoder
 from jspec.util.messages import did_you_mean, shown
@@ -38,9 +38,8 @@ _OURS = {
     "num_speculative_tokens_per_batch_size",
     *itertools.chain(*RULE_KEYS.values()),
 }
-_SETTINGS = tuple(get_type_hints(Drafter))  # inherited ones too
-_METHODS = ("init", "prefill", "propose", "update")
-_SHARING = ("init_shared", "on_finished")
+_DECLARED = ("max_depth", "tree_size", "proposal")  # the members without a default
+_METHODS = ("init", "prefill", "propose", "update", "init_shared", "on_finished", "check_params")
 
 
 @runtime_checkable
@@ -138,31 +137,33 @@ def _check_class(drafter: type) -> None:
             f"{name} must be a frozen dataclass, so that plans with equal settings share their "
             "compiled programs; decorate it with @dataclasses.dataclass(frozen=True)."
         )
+    if not issubclass(drafter, Drafter):
+        raise ValueError(
+            f"{name} is no jspec.Drafter; inherit from jspec.Drafter, or from jspec.NoDrafter and "
+            "its defaults."
+        )
     fields = {field.name for field in dataclasses.fields(drafter)}
     absent = [
-        member for member in _SETTINGS if member not in fields and not hasattr(drafter, member)
+        member for member in _DECLARED if member not in fields and not hasattr(drafter, member)
     ]
     wrong = [f"no {member!r}" for member in absent]
+    wrong += [f"no method {method!r}" for method in sorted(drafter.__abstractmethods__)]
     meant = "has the name of a key with another meaning"
     wrong += [f"the field {member!r} {meant}" for member in sorted(_OURS & fields)]
     wrong += [_complaint(drafter, Drafter, member) for member in _METHODS]
-    if any(hasattr(drafter, member) for member in _SHARING):
-        wrong += [_complaint(drafter, Sharing, member) for member in _SHARING]
     if hasattr(drafter, "load_params"):
         wrong.append(_complaint(drafter, LoadsParams, "load_params"))
     wrong = [fault for fault in wrong if fault]
     if wrong:
         raise ValueError(
-            f"{name} is no drafter: {'; '.join(wrong)}. See jspec.core.types.Drafter, or subclass "
+            f"{name} cannot draft: {'; '.join(wrong)}. See jspec.Drafter, or inherit from "
             "jspec.NoDrafter, which has all members."
         )
 
 
 def _complaint(drafter: type, protocol: type, method: str) -> str | None:
     """Return the fault of a method, or None."""
-    member = inspect.getattr_static(drafter, method, None)
-    if member is None:
-        return f"no method {method!r}"
+    member = inspect.getattr_static(drafter, method)
     names = list(inspect.signature(getattr(protocol, method)).parameters)
     call = f"{method}({', '.join(names)})"
     if not inspect.isfunction(member):

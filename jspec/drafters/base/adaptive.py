@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from flax import struct
 
-from jspec.core import modes, validation
-from jspec.core.types import Array, Drafter, History, Rounds, Sharing
+from jspec.core import validation
+from jspec.core.history import root_alone
+from jspec.core.types import Array, Drafter, History
 from jspec.drafters.base import backlog
-from jspec.drafters.trees import tree_settings
 
 
 @struct.dataclass
@@ -25,7 +25,7 @@ class AdaptiveMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Drafter):
     """Chains of ``drafter``, of a length that the engine chooses; by itself, of the longest.
 
     Attributes:
@@ -75,16 +75,17 @@ class Adaptive:
     @property
     def rests(self) -> bool:
         """True if the drafter misses rounds and must catch up."""
-        return self.lengths[0] == 0 and isinstance(self.drafter, backlog.Following)
+        return self.lengths[0] == 0 and self.drafter.catches_up
 
     max_depth = property(lambda self: self.drafter.max_depth)
     tree_size = property(lambda self: self.drafter.tree_size)
     capture_layers = property(lambda self: self.drafter.capture_layers)
+    reads_pages = property(lambda self: self.drafter.reads_pages)
     lookahead = property(lambda self: self.drafter.lookahead)
     proposal = property(lambda self: self.drafter.proposal)  # a length does not depend on draws
     node_buckets = property(lambda self: self.at_length(self.max_depth).node_buckets)
 
-    def at_length(self, length: int) -> Rounds:
+    def at_length(self, length: int) -> Drafter:
         """Return the rounds of K = ``length``, one of ``lengths``, on this drafter's memory."""
         return Drafting(self, self._of_length(length)) if length else Resting(self)
 
@@ -95,12 +96,10 @@ class Adaptive:
 
     def init_shared(self) -> Any:
         """Return the drafter's shared state."""
-        return self.drafter.init_shared() if isinstance(self.drafter, Sharing) else ()
+        return self.drafter.init_shared()
 
     def on_finished(self, shared: Any, memory: AdaptiveMemory, history: History, rows: Array):
         """Hand ended rows to the drafter."""
-        if not isinstance(self.drafter, Sharing):
-            return memory, shared
         inner, shared = self.drafter.on_finished(shared, memory.inner, history, rows)
         return memory.replace(inner=inner), shared
 
@@ -122,10 +121,9 @@ class Adaptive:
         longest = self.at_length(self.max_depth)
         return longest.propose(params, request, shared, memory, history)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Hand the verdict to the drafter."""
-        longest = self.at_length(self.max_depth)
-        return longest.update(params, request, shared, memory, history, draft, verdict, out)
+        return self.at_length(self.max_depth).update(round)
 
     def caught_up(self, params, memory, history, drafts: bool) -> AdaptiveMemory:
         """Return the memory after the missing tokens, if rounds draft or buffers are full."""
@@ -142,7 +140,7 @@ class Adaptive:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting:
+class Drafting(Drafter):
     """Rounds of one length: its ``drafter`` on the memory of ``adaptive``."""
 
     adaptive: Adaptive
@@ -156,8 +154,8 @@ class Drafting:
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """Node counts that get a program of their own; a network always drafts."""
-        sizes = tree_settings.node_buckets(self.drafter)
-        is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
+        sizes = self.drafter.node_buckets
+        is_network = self.capture_layers or self.drafter.catches_up
         return tuple(size for size in sizes if size > 1 or not is_network)
 
     def propose(self, params, request, shared, memory, history):
@@ -166,16 +164,14 @@ class Drafting:
         draft, inner = self.drafter.propose(params, request, shared, memory.inner, history)
         return draft, memory.replace(inner=inner)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Hand the verdict to the drafter."""
-        inner, shared = self.drafter.update(
-            params, request, shared, memory.inner, history, draft, verdict, out
-        )
-        return memory.replace(inner=inner), shared
+        inner, shared = self.drafter.update(round.replace(memory=round.memory.inner))
+        return round.memory.replace(inner=inner), shared
 
 
 @dataclasses.dataclass(frozen=True)
-class Resting:
+class Resting(Drafter):
     """Rounds of length 0: plain decoding."""
 
     adaptive: Adaptive
@@ -187,17 +183,16 @@ class Resting:
     def propose(self, params, request, shared, memory, history):
         """Return the root alone."""
         memory = self.adaptive.caught_up(params, memory, history, drafts=False)
-        return modes.root_alone(history)(memory)
+        return root_alone(history), memory
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Buffer the features that the drafter misses, or update a drafter that misses nothing."""
-        drafter, inner = self.adaptive.drafter, memory.inner
+        drafter, memory, shared = self.adaptive.drafter, round.memory, round.shared
         if not self.adaptive.rests:
-            inner, shared = drafter.update(
-                params, request, shared, inner, history, draft, verdict, out
-            )
+            inner, shared = drafter.update(round.replace(memory=memory.inner))
             memory = memory.replace(inner=inner)
         elif self.capture_layers:
-            missing = drafter.missing(inner, history) - verdict.num_emitted
-            memory = memory.replace(waiting=backlog.push(memory.waiting, missing, out, verdict))
+            missing = drafter.missing(memory.inner, round.history) - round.verdict.num_emitted
+            waiting = backlog.push(memory.waiting, missing, round.out, round.verdict)
+            memory = memory.replace(waiting=waiting)
         return memory, shared

@@ -1,14 +1,12 @@
 """The committed tokens that a paused drafter has missed, and how it catches up.
 
-While nothing is drafted the network does not run, but the text grows. ``Following.missing`` counts
+While nothing is drafted the network does not run, but the text grows. ``Drafter.missing`` counts
 the tokens that the drafter lacks. ``prefill`` processes them like a prompt, with the target's
 features at their positions if the drafter reads any; those wait in buffers until then.
 
 That happens in a loop of zero or more turns and not in a branch: a loop updates a cache in place,
 whereas a cache that leaves a branch is copied.
 """
-
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +15,6 @@ from jax import lax
 from jspec.core.types import Array, Drafter, History, Memory, Params, TargetOutput, Verdict
 
 SIZE = 32  # most missing tokens whose features wait
-
-
-@runtime_checkable
-class Following(Protocol):
-    """A drafter that can miss rounds, because ``prefill`` makes up for ``update``."""
-
-    def missing(self, memory: Memory, history: History) -> Array:
-        """Return the number of tokens that ``prefill`` must process before a row drafts, [B]."""
 
 
 # The target's features of the missing positions, from slot 0: [B, SIZE, D] a captured layer.

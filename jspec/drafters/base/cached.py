@@ -65,6 +65,7 @@ class CachedDrafter(TreeDrafter):
     """
 
     lookahead: ClassVar[int | None] = 1  # a row has the token after its feature
+    catches_up: ClassVar[bool] = True
 
     def missing(self, memory, history):
         """Return the number of rows of the target's features that are not in the cache, [B]."""
@@ -74,13 +75,14 @@ class CachedDrafter(TreeDrafter):
         """Commit a chunk of the prompt: its features, each with the next token."""
         return self._commit(params, memory, tokens[:, 1:], features, valid)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Commit the rows of the accepted path, whose features the target has computed."""
-        root = history.length - verdict.num_emitted - 1
-        positions = root[:, None] + jnp.arange(verdict.path.shape[1])
+        history, path, count = round.history, round.verdict.path, round.verdict.num_emitted
+        root = history.length - count - 1
+        positions = root[:, None] + jnp.arange(path.shape[1])
         following = jnp.take_along_axis(history.tokens, positions + 1, 1, mode="clip")
-        features = along_path(out.features, verdict.path)
-        return self._commit(params, memory, following, features, verdict.num_emitted), shared
+        features = along_path(round.out.features, path)
+        return self._commit(round.params, round.memory, following, features, count), round.shared
 
     def _ready(self, memory):
         return self._length(memory) > 0

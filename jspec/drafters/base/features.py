@@ -41,10 +41,11 @@ class FeatureDrafter(TreeDrafter):
         """Keep the last hidden state of a chunk of the prompt."""
         return _keep_last(memory, features[0], last_of(valid), valid > 0)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Keep the hidden state at the end of the accepted path."""
-        node = rows_at(verdict.path, last_of(verdict.num_emitted))
-        return _keep_last(memory, out.features[0], node, verdict.num_emitted > 0), shared
+        path, count = round.verdict.path, round.verdict.num_emitted
+        node = rows_at(path, last_of(count))
+        return _keep_last(round.memory, round.out.features[0], node, count > 0), round.shared
 
     def _start(self, params, memory, history):
         return self._advance(params, self._state(memory), root_token(history)[:, None], 0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import trees, validation
-from jspec.core.types import Array, Draft, History, Params, Request, Target
+from jspec.core.types import Array, Draft, Drafter, History, Params, Request, Target
 from jspec.drafters.trees import expand, tree_settings
 from jspec.drafters.trees.drawing import Drawing, Feed, chain
 from jspec.drafters.trees.tree_settings import BestFirst, DraftTree, Dynamic
@@ -17,7 +17,7 @@ from jspec.models.layers import rows_at
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """Settings of a drafter with a head; ``params.drafter`` are its weights.
 
     A method defines three steps. ``_start`` returns the frontier of the root, and its logits
@@ -51,6 +51,7 @@ class TreeDrafter:
     maps_vocabulary: ClassVar[bool] = True  # whether the weights may have ``draft_to_target``
     weights: ClassVar[tuple[type, ...]]  # the type of the head's weights, or several
     unrolled: ClassVar[bool] = False  # whether ``_feed`` needs static depths and slots
+    reads_pages: ClassVar[bool] = True
 
     config: Any
     target: Target

@@ -7,6 +7,8 @@ It reads the text in its own ids, token by token. A token of the target that it 
 unknown token, or else its end-of-text token.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import struct
 
@@ -71,6 +73,10 @@ class ReadsText:
             params, TranslatingParams if self.use_heterogeneous_vocab else DecoderParams
         )
         decoder.check_params(weights_of(params), self.config)
+
+    def with_backlog(self, count):
+        """Return a drafter that reads up to ``count`` committed tokens a round."""
+        return self if self.backlog >= count else dataclasses.replace(self, backlog=count)
 
     def prefill(self, params, memory, tokens, features, start, valid):
         """Read a chunk of the prompt into the cache."""

@@ -66,6 +66,7 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
     follows: ClassVar[str] = "best_first"
     capture_layers = ()
     lookahead = 0
+    catches_up = True
 
     config: DecoderConfig
     mask_token_id: int | None = None
@@ -128,13 +129,14 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
         draft = self.limit(draft, history, taken == unseen)
         return draft, ParallelMemory(memory.cache, side, taken)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Commit the text that the round read; masks are never written."""
+        memory = round.memory
         slots = jnp.arange(memory.reach)
         rows = jnp.broadcast_to(slots, (memory.taken.size, slots.size))
-        count = jnp.where(verdict.num_emitted > 0, memory.taken, 0)
+        count = jnp.where(round.verdict.num_emitted > 0, memory.taken, 0)
         cache = kv_cache.append(memory.cache, memory.side, rows, count)
-        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
+        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), round.shared
 
     def _pass(
         self, params, memory: ParallelMemory, history: History, taken: Array, width: int

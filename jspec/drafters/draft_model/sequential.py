@@ -23,7 +23,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, validation
-from jspec.core.types import Array
+from jspec.core.types import Array, Drafter
 from jspec.drafters.base.tree_drafter import check_window
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import tree_settings
@@ -45,7 +45,7 @@ class DraftMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel(ReadsText):
+class DraftModel(ReadsText, Drafter):
     """Drafting by a decoder; ``params.drafter`` are its weights.
 
     With ``use_heterogeneous_vocab`` these are ``TranslatingParams``; without, the decoder has the
@@ -64,8 +64,9 @@ class DraftModel(ReadsText):
     use_heterogeneous_vocab: bool = False
     backlog: int = _USUAL_BACKLOG  # most committed tokens that a round reads before it drafts
 
-    capture_layers = ()
+    reads_pages = True
     lookahead = 0
+    catches_up = True
     max_depth = property(lambda self: self.num_speculative_tokens)
     tree_size = property(lambda self: self.num_speculative_tokens + 1)
 
@@ -117,11 +118,12 @@ class DraftModel(ReadsText):
         drafted = jnp.full_like(memory.drafted, -1).at[:, : self.max_depth - 1].set(drafted)
         return draft.replace(valid=valid), DraftMemory(memory.cache, side, taken, drafted)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Commit the tokens that the round read: committed ones, then its accepted nodes.
 
         The judged draft may be another drafter's, so nodes count that equal the emitted tokens.
         """
+        memory, history, verdict = round.memory, round.history, round.verdict
         node = jnp.arange(self.max_depth - 1)
         first = history.length - verdict.num_emitted
         emitted = jnp.take_along_axis(history.tokens, first[:, None] + node, 1, mode="clip")
@@ -135,7 +137,7 @@ class DraftModel(ReadsText):
         slot, taken = jnp.arange(last + 1), memory.taken[:, None]
         rows = jnp.minimum(jnp.where(slot < taken, slot, slot - taken + self.backlog), last)
         cache = kv_cache.append(memory.cache, memory.side, rows, count)
-        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
+        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), round.shared
 
     def _drawing(self, params, request, history):
         vocab_size, draft_to_target = self.vocab_size or self.config.vocab_size, None

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core import modes, trees
-from jspec.core.history import is_ended, root_token
-from jspec.core.types import Array, Draft, History
+from jspec.core import trees
+from jspec.core.history import is_ended, root_alone, root_token
+from jspec.core.types import Array, Draft, Drafter, History
 from jspec.drafters.suffix import corpus, growth
 from jspec.drafters.suffix.corpus import Corpus, OwnText
 from jspec.drafters.suffix.growth import Occurrences
@@ -39,7 +39,7 @@ class SuffixMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Suffix:
+class Suffix(Drafter):
     """Suffix decoding. ``shared`` is a ``Corpus`` of past responses, or () for none.
 
     A growing response counts as a past response for its own row, so it outweighs a prompt that it
@@ -72,10 +72,9 @@ class Suffix:
     suffix_decoding_max_cached_tokens: int = 1 << 20
     suffix_decoding_max_occurrences: int = 32
 
-    capture_layers = ()
-    lookahead = 0
     proposal = "deterministic"
-    noise = "own"
+    reads_pages = True
+    lookahead = 0
     max_depth = property(lambda self: self.rule.depth)
 
     def __post_init__(self):
@@ -153,7 +152,7 @@ class Suffix:
         """Draft what followed most often."""
         rule, root = self.rule, root_token(history)[:, None]
         if not rule.depth:
-            return modes.root_alone(history)(memory)
+            return root_alone(history), memory
         memory = memory.replace(own_text=corpus.index_history(memory.own_text, history))
         occurrences = self._occurrences(shared, memory, history)
         best = growth.best(growth.grow(rule, occurrences, history.length))
@@ -168,11 +167,11 @@ class Suffix:
             max_depth=rule.depth,
         ), memory
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Store the responses of rows that have ended."""
         # A row without an emitted token had ended, or its target gave every token probability 0.
-        done = is_ended(request, history) | (verdict.num_emitted == 0)
-        return self._store(shared, memory, history, done)
+        done = is_ended(round.request, round.history) | (round.verdict.num_emitted == 0)
+        return self._store(round.shared, round.memory, round.history, done)
 
     def on_finished(self, shared: Any, memory: SuffixMemory, history: History, rows: Array):
         """Store the responses of ``rows`` that were not stored yet."""

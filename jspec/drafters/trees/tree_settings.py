@@ -11,7 +11,7 @@ import itertools
 
 from jspec.core import trees
 from jspec.core.trees import StaticTree
-from jspec.core.types import Drafter, Proposal
+from jspec.core.types import Proposal
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
 
@@ -46,11 +46,6 @@ _SIZES = {"eagle2": 60, "best_first": 16, "sampled": 16}  # default nodes; EAGLE
 _TOP_KS = {"eagle2": 10, "sampled": 4}
 
 Tree = str | tuple[tuple[int, ...], ...]
-
-
-def node_buckets(drafter: Drafter) -> tuple[int, ...]:
-    """Return the drafter's ``node_buckets``, or else 1 and its ``tree_size``."""
-    return tuple(getattr(drafter, "node_buckets", ())) or tuple(sorted({1, drafter.tree_size}))
 
 
 @dataclasses.dataclass(frozen=True)

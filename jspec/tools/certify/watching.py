@@ -53,7 +53,7 @@ class Observation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Observer:
+class Observer(Drafter):
     """A drafter in place of ``inner`` that keeps the round's draft in its memory."""
 
     inner: Drafter
@@ -71,12 +71,10 @@ class Observer:
         draft, memory = self.inner.propose(params, request, shared, memory, history)
         return draft, (memory, draft)
 
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
+    def update(self, round):
         """Update the inner drafter."""
-        inner, last_draft = memory
-        inner, shared = self.inner.update(
-            params, request, shared, inner, history, draft, verdict, out
-        )
+        inner, last_draft = round.memory
+        inner, shared = self.inner.update(round.replace(memory=inner))
         return (inner, last_draft), shared
 
 

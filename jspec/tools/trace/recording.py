@@ -15,9 +15,10 @@ from jax import lax
 
 from jspec import verify
 from jspec.api.outputs import Transcript
-from jspec.core import logits_processors, modes, sampling, token_fsm, trees
+from jspec.core import logits_processors, sampling, token_fsm, trees
 from jspec.core.branches import Branches
-from jspec.core.types import Array, Draft, Drafter, History, Params, Rounds, Shared
+from jspec.core.types import Array, Draft, Drafter, History, Params, Round, Shared
+from jspec.drafters.base import modes
 from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.functional import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
@@ -58,17 +59,18 @@ class RecorderMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class Recorder(Drafter):
     """A drafter that wraps ``inner`` and stores a record of the last round in its memory."""
 
     inner: Drafter
-    rounds: Rounds  # that propose and update on its memory: ``inner``, or one of its lengths
+    rounds: Drafter  # that propose and update on its memory: ``inner``, or one of its lengths
     rule: verify.Rule  # for these drafts
     noise: str = "own"  # the noise of ``inner`` is set already
 
     max_depth = property(lambda self: self.rounds.max_depth)
     tree_size = property(lambda self: self.rounds.tree_size)
     capture_layers = property(lambda self: self.inner.capture_layers)
+    reads_pages = property(lambda self: self.inner.reads_pages)
     lookahead = property(lambda self: self.inner.lookahead)
     proposal = property(lambda self: self.rounds.proposal)
 
@@ -101,13 +103,16 @@ class Recorder:
         draft, inner = self.rounds.propose(params, request, shared, memory.inner, history)
         return draft, memory.replace(inner=inner, grammar=history.state)
 
-    def update(self, params, request, shared, memory: RecorderMemory, history, draft, verdict, out):
+    def update(self, round: Round):
         """Update the inner drafter, and record the round."""
-        inner, shared = self.rounds.update(
-            params, request, shared, memory.inner, history, draft, verdict, out
+        memory: RecorderMemory = round.memory
+        inner, shared = self.rounds.update(round.replace(memory=memory.inner))
+        history = round.history
+        length = history.length - round.verdict.num_emitted
+        before = History(history.tokens, length, memory.grammar)
+        record = _record(
+            self.rule, self.proposal, round.request, before, round.draft, round.out.logits
         )
-        before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
-        record = _record(self.rule, self.proposal, request, before, draft, out.logits)
         record = jax.tree.map(modes.padded, record, memory.record)
         return RecorderMemory(inner, history.state, record), shared
 

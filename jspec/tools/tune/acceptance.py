@@ -16,11 +16,12 @@ import itertools
 from collections.abc import Sequence
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.trees import StaticTree
-from jspec.core.types import Array, Draft, Proposal, Sharing, Tree
+from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.engine.functional import Answer
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
@@ -101,7 +102,12 @@ def by_position(plan: Plan, temperature: float) -> bool:
     """Return whether neither the text nor the drafter's state depends on what is drafted."""
     rule = plan.effective_rule
     same_text = rule.randomness == "target" or (temperature == 0 and rule.greedy_is_match)
-    return same_text and not isinstance(plan.drafter, Sharing)
+    return same_text and not shares_state(plan)
+
+
+def shares_state(plan: Plan) -> bool:
+    """Return whether drafts depend on earlier texts, by state that outlives calls."""
+    return bool(jax.tree.leaves(jax.eval_shape(plan.drafter.init_shared)))
 
 
 def one_by_one(plan: Plan) -> Plan:

@@ -16,12 +16,11 @@ import numpy as np
 
 from jspec.api.llm import LLM
 from jspec.core import trees
-from jspec.core.types import Sharing
 from jspec.tools.bench.contenders import Ours
 from jspec.tools.bench.names import portable
 from jspec.tools.bench.timing import Contender, race, ratios, spread
 from jspec.tools.tune import clocks, prediction
-from jspec.tools.tune.acceptance import Recording, extended
+from jspec.tools.tune.acceptance import Recording, extended, shares_state
 from jspec.tools.tune.costs import Costs
 from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.prediction import Passes
@@ -222,7 +221,7 @@ class Search:
         build, work = candidate.family.build(candidate.config), self._work
         self._on_step(f"compiling and measuring rounds of {candidate.name}")
         shared = ()
-        if isinstance(build.plan.drafter, Sharing):  # its state depends on its own earlier drafts
+        if shares_state(build.plan):  # its state depends on its own earlier drafts
             answers, shared = work.generate(build.plan, build.params)
             self._passes[candidate] = prediction.counted(answers, work.case.batch_size)
         clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)

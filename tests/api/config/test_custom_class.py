@@ -79,6 +79,10 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ),
         ({"model": f"{HERE}.np"}, "is 'module', not a class"),
         ({"model": f"{HERE}.Mutable"}, "must be a frozen dataclass"),
+        (
+            {"model": f"{HERE}.Duck"},
+            "Duck is no jspec.Drafter; inherit from jspec.Drafter, or from jspec.NoDrafter",
+        ),
         ({"method": f"{HERE}.Repeat"}, "is method='custom_class' with model='tests.drafters."),
         (
             REPEAT | {"phrase": {"a": 1}},
@@ -111,14 +115,11 @@ def test_faults_of_a_class_or_its_keys_are_named(given, message):
 def test_all_faults_of_a_class_are_named_at_once():
     message = error_of({"model": f"{HERE}.Half"})
     for wrong in (
-        "no 'capture_layers'",
-        "no 'noise'",
-        "no method 'prefill'",
-        "no method 'update'",
+        "no 'tree_size'",
+        "no 'proposal'",
+        "no method 'propose'",
         "the field 'model' has the name of a key",
-        "no method 'on_finished'",
-        "'propose' does not take the arguments of propose(self, params, request, shared, memory, "
-        "history)",
+        "'update' does not take the arguments of update(self, round)",
         "'load_params' is no plain method load_params(self, target_params)",
     ):
         assert wrong in message
@@ -126,7 +127,7 @@ def test_all_faults_of_a_class_are_named_at_once():
 
 
 def test_a_class_is_checked_before_any_model_is_opened():
-    with pytest.raises(ValueError, match="Half is no drafter"):
+    with pytest.raises(ValueError, match="Half cannot draft"):
         jspec.LLM("no/such/model", {"model": f"{HERE}.Half"})
 
 

@@ -5,12 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import modes, trees
+from jspec.core import trees
+from jspec.core.history import root_alone
 from jspec.core.types import Draft, History, Params
+from jspec.drafters.base import modes
 
 HISTORY = History(jnp.array([[4, 5, 6, 0]]), jnp.array([3]))
 MEMORY = {"cache": jnp.arange(60.0).reshape(3, 20), "count": jnp.array([1]), "other": jnp.zeros(2)}
 PARAMS = Params(None, {"vocabulary": jnp.arange(5)})
+
+
+def alone(memory):
+    """Return the draft of the root alone."""
+    return root_alone(HISTORY), memory
 
 
 def chain(depth, change=None, vocabulary=False):
@@ -32,7 +39,7 @@ def chain(depth, change=None, vocabulary=False):
     return propose
 
 
-PROPOSERS = [modes.root_alone(HISTORY), chain(2, "count", True), chain(4, "other", True)]
+PROPOSERS = [alone, chain(2, "count", True), chain(4, "other", True)]
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -70,7 +77,7 @@ def test_trees_are_padded_with_invalid_nodes():
         return Draft(drafted, jnp.array([[-1, 0, 0, 1]]), drafted > 0, max_depth=2), memory
 
     for index, parents in enumerate(([-1, 0, 0, 0], [-1, 0, 0, 1])):
-        proposers = [modes.root_alone(HISTORY), bush]
+        proposers = [alone, bush]
         draft, _ = modes.switch(jnp.int32(index), proposers, MEMORY, PARAMS)
         np.testing.assert_array_equal(draft.parents, [parents])
         np.testing.assert_array_equal(draft.valid, [[True] + [bool(index)] * 3])

@@ -13,23 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core import trees
-from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, History, Memory, Params
+from jspec.core.types import Array, Draft, Memory, Params
 
 BACKLOG = 16  # missed tokens that a paused network prefills per round; costs hardly more than two
 
 Propose = Callable[[Memory], tuple[Draft, Memory]]
-
-
-def root_alone(history: History) -> Propose:
-    """Return a propose function that drafts nothing but the root."""
-
-    def propose(memory: Memory) -> tuple[Draft, Memory]:
-        root = root_token(history)[:, None]
-        return Draft(root, trees.chain(0), jnp.ones_like(root, dtype=bool)), memory
-
-    return propose
 
 
 def switch(
@@ -59,13 +47,6 @@ def switch(
         draft = draft.replace(parents=like.parents)
     vocabulary = next((run.vocabulary for run in runs if run.vocabulary is not None), None)
     return draft.replace(draft_to_target=vocabulary), jax.tree.unflatten(structure, leaves)
-
-
-def widen(x: Array, axis: int, size: int) -> Array:
-    """Pad ``x`` with zeros to ``size`` along ``axis``: branches must return equal shapes."""
-    missing = [(0, 0)] * x.ndim
-    missing[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, missing)
 
 
 class _Branch:
