@@ -1,8 +1,10 @@
 """Fixtures and JAX settings of all tests."""
 
+import ctypes
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +31,8 @@ _SETTINGS = {
 
 _MAPPINGS = 40_000  # memory mappings; Linux allows a process 65,530
 _MAPS = Path("/proc/self/maps")
+_RESIDENT = 1_800 * 2**20  # bytes of a process above which a module is the last with its programs
+_STATM = Path("/proc/self/statm")  # its second number is that of the resident pages
 
 
 def pytest_configure(config):
@@ -59,12 +63,26 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Drop compiled programs before XLA's CPU backend runs out of memory mappings and crashes."""
+    """Drop compiled programs before the process runs out of memory mappings, or fills the memory.
+
+    XLA's CPU backend crashes without mappings. Programs come back from the folder of compiled ones.
+    """
     item.session.stash.setdefault(_COUNT, 0)
     item.session.stash[_COUNT] += 1
     due = item.session.stash[_COUNT] % 10 == 0 and _MAPS.exists()
-    if due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS:
+    is_last = nextitem is None or nextitem.path != item.path
+    if due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS or is_last and _is_large():
         jax.clear_caches()
+        gc.collect()
+        if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _is_large() -> bool:
+    """Return whether the process holds more than ``_RESIDENT`` bytes."""
+    if not _STATM.exists():
+        return False
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > _RESIDENT
 
 
 _COUNT = pytest.StashKey[int]()
