@@ -71,7 +71,7 @@ def pytest_runtest_teardown(item, nextitem):
     item.session.stash[_COUNT] += 1
     due = item.session.stash[_COUNT] % 10 == 0 and _MAPS.exists()
     is_last = nextitem is None or nextitem.path != item.path
-    if due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS or is_last and _is_large():
+    if (due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS) or (is_last and _is_large()):
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
