@@ -3,58 +3,58 @@
 import asyncio
 import atexit
 import collections
-import contextlib
-import dataclasses
 import functools
-import itertools
 import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
+from jspec.api.compiler import Compiler
 from jspec.api.llm import LLM, STREAM_ROUNDS
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.running import RunningRequest, check_ids
+from jspec.api.runtime import running_of
 from jspec.api.sampling_params import SamplingParams
+from jspec.api.text_thread import TextThread
 from jspec.engine.launches import Launch
-from jspec.engine.programs import Programs
-from jspec.engine.sequences import SequenceParams, check_priority
-from jspec.util import leaving
+from jspec.engine.sequences import check_priority
 from jspec.util.messages import shown
 from jspec.util.threads import DaemonThreads
-from jspec.util.values import is_real
+from jspec.util.values import is_real, is_whole
 
 _log = logging.getLogger(__name__)
 _MOST_ROUNDS = 32  # of a launch
-_COMPILERS = 2  # programs that are compiled at a time
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
 _EXIT_SECONDS = 60  # that the end of the process waits for a launch, which may compile first
 _CLOSED = "AsyncLLM is closed; make another one."
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 
-# What the thread is to do, and for whom.
+# What the engine's thread is to do, and for whom.
 _Act = tuple[Sequence[RunningRequest], Callable[[], None]]
 
 
 class AsyncLLM:
-    """Runs the requests of an ``LLM`` in one batch, in a thread of its own.
+    """Runs requests in the engine of an ``LLM``, from a thread of its own.
 
     A request joins whenever it comes, if a slot is free, and has the text that ``LLM.generate``
     gives it. A reader that leaves (a cancelled task, ``break`` and ``aclose``) aborts its request
     within one launch. Use it as a context manager, or ``close`` it; the end of the program does.
+    The ``LLM`` can be used meanwhile, also by another ``AsyncLLM``: all requests share one batch.
+
+    A second thread turns tokens into text, so that launches never wait for a tokenizer.
 
     Args:
       llm: the loaded models. Its ``max_num_seqs`` is the number of slots, and its
         ``max_model_len`` the capacity of each.
       max_num_queued: most sequences that wait for a slot; None for any number.
       launch_seconds: about how long the device runs before texts are read and requests join.
-      on_launch: called in the thread with every launch that was read, as NumPy arrays. What it
-        raises is logged.
+      on_launch: called with every launch of the engine that was read, as NumPy arrays, in the
+        thread that read it. What it raises is logged.
 
     Raises:
       ValueError: ``max_num_queued`` or ``launch_seconds`` is out of range.
@@ -70,22 +70,22 @@ class AsyncLLM:
     ):
         if not (is_real(launch_seconds) and launch_seconds > 0):
             raise ValueError(f"launch_seconds={shown(launch_seconds)} must be a number above 0.")
+        if not (max_num_queued is None or is_whole(max_num_queued, 1)):
+            raise ValueError(
+                f"max_num_queued={shown(max_num_queued)} must be whole and at least 1."
+            )
         self.llm, self._runtime = llm, llm.runtime
-        size = llm.max_num_seqs, llm.max_model_len
-        on_launch = None if on_launch is None else functools.partial(_call_logged, on_launch)
-        options = dict(max_num_queued=max_num_queued, on_launch=on_launch, joins_together=False)
-        self._engine = self._runtime.engine(*size, **options)
-        self._programs: Programs | None = None  # after ``warm_up``
-        self._typical: tuple[SequenceParams, ...] = ()  # with grammars that were prepared
+        self._max_num_queued, self._on_launch = max_num_queued, on_launch
         self._launch_seconds = launch_seconds
         self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
         self._inbox: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
+        self._taking_out = threading.Lock()  # of ``_running``
         self._error: BaseException | None = None  # that ended the thread
-        # At the end of the process a thread in XLA must be waited for, or it aborts the process.
-        self._compilers = ThreadPoolExecutor(_COMPILERS, "jspec-compiler")
-        self._has_closed = threading.Event()
+        self._compiler = Compiler(llm)
         self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", _CLOSED)
+        self._texts = TextThread(self._read_all)
+        self._runtime.pin(on_launch)
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)  # a thread inside XLA would abort the process
@@ -107,21 +107,7 @@ class AsyncLLM:
         Args:
           on_progress: called with the number of programs that are done, and of all.
         """
-        typical = SamplingParams(
-            temperature=0.7,
-            top_p=0.9,
-            top_k=20,
-            min_p=0.02,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
-            repetition_penalty=1.1,
-        )
-        ends = tuple(self.llm.eos_token_ids) or (0,)
-        options = dict(max_tokens=2, stop_token_ids=ends, **typical.parameters)
-        programs = Programs(self._engine)
-        sequence = SequenceParams((0, 0), **options)
-        self._runtime.warm_up(self._engine, programs, sequence, on_progress)
-        self._programs = programs
+        self._compiler.warm_up(on_progress)
 
     def prepare(self, sampling_params: SamplingParams) -> Future[None]:
         """Compile in a thread what requests with these settings need, after ``warm_up``.
@@ -132,17 +118,7 @@ class AsyncLLM:
         Raises:
           RuntimeError: ``warm_up`` was not called.
         """
-        if self._programs is None:
-            raise RuntimeError("prepare follows warm_up; call warm_up first.")
-
-        def compile() -> None:
-            prompt = {"prompt_token_ids": [0]}
-            (request,) = self.llm.resolve(prompt, sampling_params, will_run=False)
-            if request.sequences[0].grammar is not None:
-                self._typical = (*self._typical, request.sequences[0])
-            self._compile([request])
-
-        return self._compilers.submit(leaving.watched(compile, self._has_closed))
+        return self._compiler.prepare(sampling_params)
 
     async def generate(
         self,
@@ -212,15 +188,16 @@ class AsyncLLM:
         for name, count in collections.Counter(names).items():
             if name in self._running or count > 1:
                 raise ValueError(f"request_id={shown(name)} is running already; take another one.")
-        pairs = zip(names, batch, strict=True)
-        together = [RunningRequest(*pair, priority, self._close) for pair in pairs]
+        for name, request in zip(names, batch, strict=True):
+            request.id = name
+        together = [RunningRequest(request, priority, self._leave) for request in batch]
         self._running |= {running.id: running for running in together}
-        self._put(together, lambda: self._begin(together))
+        self._inbox.put((together, functools.partial(self._begin, together)))
         if self._error is not None:
             self._fail_all()  # the thread has ended, and reads no more
         try:
             for running in together:
-                await running._accepted()
+                await running.accepted()
         except BaseException:
             for running in together:
                 running.close()
@@ -231,29 +208,10 @@ class AsyncLLM:
         """Resolve requests in a thread."""
         each = params if isinstance(params, Sequence) else [params]
         has_grammar = any(getattr(one, "structured_outputs", None) for one in each)
-        resolve = functools.partial(self.llm.resolve, prompts, params)
+        resolve = functools.partial(self.llm.resolver.resolve, prompts, params)
         batch = await self.in_thread(resolve, compiles=has_grammar)
-        if self._needs_programs(batch):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compilers, self._compile, batch)
+        await self._compiler.wait_for_programs(batch)
         return batch
-
-    def _needs_programs(self, batch: Sequence[GenerationRequest]) -> bool:
-        """Return whether a batch may need programs that no request has needed so far."""
-        if self._programs is None:
-            return False
-        scoring = self._runtime.scoring_of(batch)
-        return any(self._programs.may_lack(self._like(each), scoring) for each in batch)
-
-    def _compile(self, batch: Sequence[GenerationRequest]) -> None:
-        scoring = self._runtime.scoring_of(batch)
-        for request in batch:
-            self._programs.compile(self._like(request), scoring)
-
-    def _like(self, request: GenerationRequest) -> list[SequenceParams]:
-        """Return a sequence of a request, and those prepared that it shares programs with."""
-        sequence = request.sequences[0]  # the others differ by streams
-        return [sequence, *(self._typical if sequence.grammar is not None else ())]
 
     async def in_thread(self, call: Callable[[], Any], *, compiles: bool = False) -> Any:
         """Return the result of a call that takes long, in a thread.
@@ -269,12 +227,6 @@ class AsyncLLM:
         finally:
             left.set()
 
-    def _close(self, running: RunningRequest) -> None:
-        self._put([running], lambda: self._end(running))
-
-    def _put(self, together: Sequence[RunningRequest], act: Callable[[], None]) -> None:
-        self._inbox.put((together, act))
-
     def abort(self, request_id: str) -> None:
         """End a request: texts that still run end as they are, with finish_reason "abort".
 
@@ -282,7 +234,7 @@ class AsyncLLM:
         """
         running = self._running.get(request_id)
         if running is not None:
-            self._put([running], lambda: self._abort(running))
+            self._inbox.put(([running], lambda: self._runtime.abort(running_of([running.request]))))
 
     @property
     def num_running(self) -> int:
@@ -297,12 +249,12 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
-        return self._engine.num_waiting
+        return self._runtime.num_waiting
 
     @property
     def num_in_slots(self) -> int:
         """Sequences that run."""
-        return self._engine.num_running
+        return self._runtime.num_running
 
     @property
     def error(self) -> BaseException | None:
@@ -310,131 +262,156 @@ class AsyncLLM:
         return self._error
 
     def close(self) -> None:
-        """End all requests and the thread, and wait for it: for a launch at most."""
+        """End all requests and the threads, and wait for them: for a launch at most."""
         atexit.unregister(self._close_at_exit)
         self._inbox.put(None)
         self._thread.join()
         self._grammars.close()
-        self._has_closed.set()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
 
     def _close_at_exit(self) -> None:
         self._inbox.put(None)
         self._thread.join(_EXIT_SECONDS)
 
-    # -------------------------------------------------------------------------------- the thread
+    # ------------------------------------------------------------------------- the engine's thread
 
     def _serve(self) -> None:
         try:
             while self._receive():
                 self._step()
-                for running in list(self._running.values()):
-                    self._do([running], functools.partial(self._report, running))
+                self._texts.wake()
             self._error = RuntimeError(_CLOSED)
         except BaseException as error:
             self._error = error
+        self._texts.close()
         self._fail_all()
-        with contextlib.suppress(Exception):  # prompts that were half read hold pages
-            while not self._engine.is_idle:
-                self._runtime.step(self._engine)
+        while not self._inbox.empty():
+            act = self._inbox.get()
+            if act is not None:
+                self._do(*act)
+        self._runtime.unpin(self._on_launch)
 
     def _receive(self) -> bool:
         """Take what came, and wait if nothing runs; return False at the end."""
         while True:
+            runs = self._runs
+            if not runs:
+                self._texts.wake()  # steps of other threads may have ended texts
             try:
-                act = self._inbox.get(block=self._engine.is_idle)
+                act = self._inbox.get(block=not runs)
             except queue.Empty:
                 return True
             if act is None:
                 return False
             self._do(*act)
-            if not self._engine.is_idle and self._inbox.empty():
+            if self._runs and self._inbox.empty():
                 return True
+
+    @property
+    def _runs(self) -> bool:
+        """True if a sequence of these requests waits or runs."""
+        return any(running_of([running.request]) for running in list(self._running.values()))
 
     def _do(self, together: Sequence[RunningRequest], act: Callable[[], None]) -> None:
         """Run what serves some requests; an error ends these, and no others."""
         try:
             act()
         except BaseException as error:  # panics of Rust are no Exception
-            for running in together:
-                self._fail(running, error)
+            if not any([self._fail(running, error) for running in together]):
+                _log.error("the end of a request failed", exc_info=error)
 
     def _step(self) -> None:
-        """Run launches of about ``launch_seconds``."""
+        """Run launches of about ``launch_seconds``.
+
+        A step that fails where no sequence ran, so that none can start again, ends all requests.
+        """
         rounds = max(1, min(round(self._launch_seconds / self._round_seconds), _MOST_ROUNDS))
         for running in list(self._running.values()):
-            for ticket in running._tickets:
+            for ticket in running.request.tickets:
                 ticket.rounds = rounds
         begin = perf_counter()
-        self._runtime.step(self._engine)
-        past, taken = self._round_seconds, (perf_counter() - begin) / rounds
-        taken = min(taken, 2 * past)  # a step that compiled tells nothing
-        self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
+        try:
+            has_run = self._runtime.step()
+        except BaseException as error:
+            _log.error("a step of the engine failed", exc_info=error)
+            for running in list(self._running.values()):
+                self._fail(running, error)
+            return
+        if has_run:
+            past, taken = self._round_seconds, (perf_counter() - begin) / rounds
+            taken = min(taken, 2 * past)  # a step that compiled tells nothing
+            self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
     def _begin(self, together: Sequence[RunningRequest]) -> None:
         if any(self._running.get(running.id) is not running for running in together):
             return  # their reader has left
-        batch = [running._request for running in together]
-        self._engine.profile = self._engine.profile.grown(
-            sequence for request in batch for sequence in self._like(request)
+        batch = [running.request for running in together]
+        num_queued = self._runtime.num_waiting + sum(len(each.sequences) for each in batch)
+        if self._max_num_queued is not None and num_queued > self._max_num_queued:
+            raise queue.Full(
+                f"max_num_queued={self._max_num_queued} sequences wait already; submit this one "
+                "later, or allow more."
+            )
+        self._runtime.submit(
+            batch,
+            rounds=STREAM_ROUNDS,
+            priority=together[0].priority,
+            alike=[sequence for each in batch for sequence in self._compiler.alike(each)],
         )
-        options = dict(rounds=STREAM_ROUNDS, priority=together[0]._priority)
-        tickets = iter(self._runtime.submit(batch, engine=self._engine, **options)[1])
         for running in together:
-            running._tickets = list(itertools.islice(tickets, len(running._request.sequences)))
-            running._tell()
+            running.accept()
 
-    def _report(self, running: RunningRequest) -> None:
-        """Tell the reader what is new."""
-        for ticket in running._tickets:
-            if ticket.error is not None:
-                self._fail(running, ticket.error)
-                return
-        count, is_finished = running._num_tokens, running._is_finished
-        if count < 0 or (count == running._num_written and not is_finished):
+    # ---------------------------------------------------------------------------- the text thread
+
+    def _read_all(self) -> None:
+        """Read all texts that have grown."""
+        for running in list(self._running.values()):
+            try:
+                self._read(running)
+            except BaseException as error:  # panics of Rust are no Exception
+                self._fail(running, error)
+
+    def _read(self, running: RunningRequest) -> None:
+        """Decode what is new, and give it to the reader."""
+        request = running.request
+        if not request.read():
             return
-        running._num_written = count
-        output = running._request.output(self.llm.detailed)
-        running.output = dataclasses.replace(output, request_id=running.id)
-        if is_finished:
-            self._end(running)
-        running._tell()
+        output = None
+        if request.finished or not request.has_candidates:
+            output = request.output(self.llm.detailed)
+        if request.finished:
+            if not self._take_out(running):
+                return
+            self._runtime.count([request])
+        if ended := request.overrunning:
+            self._inbox.put(([], lambda: self._runtime.abort(ended)))
+        if output is not None:
+            running.put(output)
 
-    def _abort(self, running: RunningRequest) -> None:
-        output = running._request.output(self.llm.detailed)
-        ended = [
-            dataclasses.replace(text, finish_reason=text.finish_reason or "abort")
-            for text in output.outputs
-        ]
-        changes = dict(request_id=running.id, outputs=ended, finished=True)
-        running.output = dataclasses.replace(output, **changes)
-        self._end(running)
-        running._tell()
+    # ---------------------------------------------------------------------------------- any thread
 
-    def _end(self, running: RunningRequest) -> None:
-        """Forget a request, and abort what still runs of it."""
-        if self._running.get(running.id) is running:
-            del self._running[running.id]
-            self._runtime.leave(self._engine, [running._request], running._tickets)
+    def _take_out(self, running: RunningRequest) -> bool:
+        """Forget a request; return whether it was still there."""
+        with self._taking_out:
+            is_there = self._running.get(running.id) is running
+            if is_there:
+                del self._running[running.id]
+        return is_there
 
-    def _fail(self, running: RunningRequest, error: BaseException) -> None:
-        try:
-            self._end(running)
-        except Exception:  # its reader gets the first error
-            _log.exception("the end of request %s failed, too", running.id)
-        if not isinstance(error, Exception):
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        running._error = error
-        running._tell()
+    def _leave(self, running: RunningRequest) -> bool:
+        """End a request without a word to its reader; return whether it was still there."""
+        is_there = self._take_out(running)
+        if is_there:
+            self._inbox.put(([], lambda: self._runtime.leave([running.request])))
+        return is_there
+
+    def _fail(self, running: RunningRequest, error: BaseException) -> bool:
+        """End a request by an error; return whether it was still there."""
+        is_there = self._leave(running)
+        if is_there:
+            running.fail(error)
+        return is_there
 
     def _fail_all(self) -> None:
         for running in list(self._running.values()):
             self._fail(running, self._error)
-
-
-def _call_logged(on_launch: Callable[[Launch], None], launch: Launch) -> None:
-    """Call an observer, which is no part of any request."""
-    try:
-        on_launch(launch)
-    except Exception:
-        _log.exception("on_launch failed")

@@ -1,20 +1,19 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import contextlib
-import functools
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from jspec.api import config, engine_arguments, metrics, prompts, requests
+from jspec.api import config, engine_arguments, metrics, prompts
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
-from jspec.api.runtime import Runtime
+from jspec.api.resolver import Resolver, Settings
+from jspec.api.runtime import Runtime, running_of
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import loading, shared_file
 from jspec.checkpoints.loading import LoadedModel
@@ -22,10 +21,7 @@ from jspec.core import logprobs
 from jspec.engine import memory, programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
-from jspec.engine.pages import Pool, reads_pages
 from jspec.engine.profile import Profile
-from jspec.engine.sequences import check_fit, check_prompt
-from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
@@ -35,8 +31,6 @@ _STATS = (None, "summary", "detailed")
 _STATS_WORDS = "None, 'summary' or 'detailed'"
 _COUNT = "a whole number of at least 1"
 _SEED = "a whole number from 0 to 2**64 - 1; for other texts draw one by secrets.randbits(64)"
-
-Settings = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -123,26 +117,30 @@ class LLM:
         programs.keep_compiled_programs()
         options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
         self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
-        self._logprobs_mode = logprobs_mode
         self.detailed = per_request_stats == "detailed"
-        self._seed = int(seed)
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = build.max_model_len
-        self._tokenizer = build.tokenizer
-        self._model, self._plan, self._params = build.model, build.plan, build.params
-        size = self._plan.target.vocab_size
-        self._max_logprobs = size if max_logprobs == -1 else max_logprobs
-        self.runtime = Runtime(
-            self._plan,
-            self._params,
-            pool=self._pool_of(memory_settings, enable_prefix_caching),
-            profile=Profile(nodes=self.detailed),
-            mode=logprobs_mode,
-            max_logprobs=self._max_logprobs,
+        self.max_num_seqs, self.max_model_len = max_num_seqs, build.max_model_len
+        vocab_size = build.plan.target.vocab_size
+        scores = dict(
+            mode=logprobs_mode, max_logprobs=vocab_size if max_logprobs == -1 else max_logprobs
         )
-        self.encode_text = prompts.Encoder(self.get_tokenizer, self.max_model_len)
-        self._lock = threading.Lock()  # of the number of requests
-        self._num_requests = 0
+        pool = memory.pool_if_any(
+            build.plan,
+            build.params,
+            memory_settings,
+            shares_prefixes=enable_prefix_caching,
+            num_tokens=max_num_seqs * self.max_model_len,
+        )
+        self.runtime = Runtime(
+            build.plan,
+            build.params,
+            num_slots=max_num_seqs,
+            capacity=self.max_model_len,
+            pool=pool,
+            profile=Profile(nodes=self.detailed),
+            **scores,
+        )
+        self.resolver = Resolver(build, seed=int(seed), pool=pool, **scores)
+        self.encode_text = self.resolver.encode_text
 
     def generate(
         self,
@@ -165,7 +163,7 @@ class LLM:
             Nothing has run then.
         """
         engine_arguments.check_call("generate", unknown, LLM.generate)
-        batch = self.resolve(prompts, sampling_params)
+        batch = self.resolver.resolve(prompts, sampling_params)
         rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
         for _ in self._run(batch, rounds, use_tqdm):
             pass
@@ -256,7 +254,7 @@ class LLM:
         """
         if not is_whole(rounds, 1):
             raise ValueError(f"rounds={shown(rounds)} must be {_COUNT}.")
-        batch = self.resolve(prompts, sampling_params)
+        batch = self.resolver.resolve(prompts, sampling_params)
         for request in batch:
             request.check_streams()
         return self._stream(batch, rounds)
@@ -269,8 +267,8 @@ class LLM:
         ``run`` maps (requests, plan, params, shared, tokenizer=, model=) to (result,
         metrics.Counts, shared). Other arguments and errors are those of ``generate``.
         """
-        batch = self.resolve(prompt, sampling_params)
-        tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
+        batch = self.resolver.resolve(prompt, sampling_params)
+        tokenizer = self.build.tokenizer or loading.tokenizer_if_any(self.build.model)
         return self.runtime.run_alone(batch, run, tokenizer=tokenizer, model=self._name)
 
     def get_metrics(self) -> list[metrics.Metric]:
@@ -291,150 +289,47 @@ class LLM:
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
         """Replace the drafter's state by that of a file of ``save_shared``; None empties it."""
-        fresh = init_shared(self._plan)
+        fresh = init_shared(self.build.plan)
         loaded = fresh if path is None else shared_file.load(path, fresh)
         self.runtime.use_shared(lambda _: loaded)
 
     @property
     def _name(self) -> str:
-        return str(self._model.path)
+        return str(self.build.model.path)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer; raise ValueError if there is none."""
-        return self._model.tokenizer if self._tokenizer is None else self._tokenizer
-
-    def _pool_of(self, settings: dict[str, Any], shares_prefixes: bool | None) -> Pool | None:
-        """Return the pages of the KV cache; None for a model whose caches have none."""
-        given = {name: value for name, value in settings.items() if value is not None}
-        if not reads_pages(self._plan):
-            given |= {"enable_prefix_caching": True} if shares_prefixes else {}
-            for name, value in given.items():
-                raise ValueError(
-                    f"{name}={shown(value)} needs a KV cache with pages, which "
-                    f"{type(self._plan.target).__name__} with {type(self._plan.drafter).__name__} "
-                    "does not have; leave it out."
-                )
-            return None
-        if shares_prefixes and self._plan.drafter.lookahead is None:
-            raise ValueError(
-                f"enable_prefix_caching=True: {type(self._plan.drafter).__name__} cannot start "
-                "behind a cached prefix; leave it out."
-            )
-        options = dict(
-            enable_prefix_caching=shares_prefixes is not False,
-            num_tokens=self.max_num_seqs * self.max_model_len,
-        )
-        return memory.pool_of(self._plan, self._params, **given, **options)
-
-    def resolve(
-        self, inputs: Any, sampling_params: Settings, *, will_run: bool = True
-    ) -> list[GenerationRequest]:
-        """Check and resolve all requests before any of them runs, for ``runtime``.
-
-        Other arguments, and errors, are those of ``generate``. Requests that ``will_run`` take
-        numbers.
-        """
-        items = prompts.read(inputs, self.encode_text)
-        settings = requests.params_per_prompt(sampling_params, len(items))
-        vocab_size = self._plan.target.vocab_size
-        for index, (item, params) in enumerate(zip(items, settings, strict=True)):
-            if len(item.token_ids) >= self.max_model_len:
-                raise ValueError(
-                    f"prompt {index} has {len(item.token_ids)} tokens, but max_model_len="
-                    f"{self.max_model_len} must hold it and at least one more; shorten it or "
-                    "raise max_model_len."
-                )
-            check_prompt(index, item.token_ids, vocab_size)  # before the tokenizer reads it
-            requests.check_logprobs(params, self._logprobs_mode, self._max_logprobs, vocab_size)
-        tokenizer = self._tokenizer_of_text() if any(each.has_text for each in settings) else None
-        given = [
-            (item, params, tokenizer if params.has_text else None)
-            for item, params in zip(items, settings, strict=True)
-        ]
-        # Grammars compile without the lock, so that other requests take their numbers meanwhile.
-        sequences = [
-            requests.settings_of(
-                item,
-                params,
-                room=self.max_model_len - len(item.token_ids),
-                eos=self.eos_token_ids,
-                tokenizer=speller,
-                vocab_size=vocab_size,
-            )
-            for item, params, speller in given
-        ]
-        check_fit(sequences, self._plan.target)
-        pool = self.runtime.pool
-        for sequence in sequences if pool is not None else ():
-            pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
-        with self._lock:  # a bad request took no number, on which the noise of others depends
-            first = self._num_requests
-            self._num_requests += len(items) * will_run
-        return [
-            requests.numbered(
-                number,
-                item,
-                params,
-                sequence,
-                seed=self._seed,
-                eos=self.eos_token_ids,
-                tokenizer=speller,
-            )
-            for number, (sequence, (item, params, speller)) in enumerate(
-                zip(sequences, given, strict=True), first
-            )
-        ]
-
-    def _tokenizer_of_text(self) -> Any:
-        try:
-            return self.get_tokenizer()
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; without a tokenizer ask for SamplingParams(detokenize=False)"
-            ) from None
-
-    @functools.cached_property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The token ids that end a text."""
-        return frozenset(loading.text_ends(self._model, self._tokenizer))
+        return self.resolver.get_tokenizer()
 
     def _stream(self, batch: list[GenerationRequest], rounds: int) -> Iterator[RequestOutput]:
-        last: dict[GenerationRequest, RequestOutput] = {}
-        for running in self._run(batch, rounds):
-            for request in running:
-                output = request.output(self.detailed)
-                if output != last.get(request):
-                    last[request] = output
-                    yield output
+        for grown in self._run(batch, rounds):
+            for request in grown:
+                yield request.output(self.detailed)
 
     def _run(
         self, batch: list[GenerationRequest], rounds: int | None, show_progress: bool = False
-    ) -> Iterator[Iterable[GenerationRequest]]:
-        """Generate; yield the requests after every launch, of up to ``rounds`` rounds."""
-        sequences = [sequence for request in batch for sequence in request.sequences]
-        if not sequences:
+    ) -> Iterator[list[GenerationRequest]]:
+        """Generate; yield the requests whose texts have grown after every step of the engine.
+
+        Texts are decoded here, while another thread may run the next step.
+        """
+        if not batch:
             return
-        longest = max(len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
-        num_slots = min(bucket(len(sequences), smallest=1), self.max_num_seqs)
-        size = dict(num_slots=num_slots, capacity=bucket(longest))
-        engine, tickets = self.runtime.submit(batch, **size, rounds=rounds)
-        is_running = lambda request: not all(text.finish_reason for text in request.transcripts)
-        was_read = lambda request: all(text.answer is not None for text in request.transcripts)
+        self.runtime.submit(batch, rounds=rounds)
         try:
+            tickets = [ticket for request in batch for ticket in request.tickets]
             with _progress(len(tickets), show_progress) as show:
                 left = batch
                 while left:
-                    if any(map(is_running, left)):  # other calls may have run them to the end
-                        self.runtime.step(engine)
-                    for ticket in tickets:
-                        if ticket.error is not None:
-                            raise ticket.error
+                    if running_of(left):  # another thread's steps may have run them to the end
+                        self.runtime.step()
+                    grown = [request for request in left if request.read()]
+                    self.runtime.abort([each for request in left for each in request.overrunning])
                     show(sum(ticket.finished for ticket in tickets))
-                    grown = [request for request in left if was_read(request)]
-                    left = [request for request in left if is_running(request)]
+                    left = [request for request in left if not request.finished]
                     yield grown
         finally:
-            self.runtime.leave(engine, batch, tickets)
+            self.runtime.leave(batch)
 
 
 def _bool_or_none(value: Any) -> tuple[bool, str]:

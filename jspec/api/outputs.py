@@ -81,10 +81,10 @@ def _why_no_token(params: SamplingParams, num_tokens: int) -> str:
 
 
 class Transcript:
-    """The text of one sequence, decoded on the host and ended at a stop string.
+    """The text of one sequence, decoded from its answers and ended at a stop string.
 
     ``text``, ``finish_reason`` and ``stop_reason`` are as in ``CompletionOutput``. ``answer`` is
-    cut where the text ended; None before the first round.
+    the last one that was read, cut where the text ended; None before the first.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Transcript:
     def read(self, answer: Answer) -> bool:
         """Decode the answer so far; return whether a stop string just ended the text.
 
-        The device does not see stop strings: the caller must cancel such a sequence.
+        The device does not see stop strings: the caller must end such a sequence.
         """
-        if self.finish_reason:
+        if self.finish_reason or answer is self.answer:
             return False
         self.answer = answer
         if self._detokenizer and self._read_text(answer):
@@ -129,13 +129,17 @@ class Transcript:
 
     @property
     def cumulative_logprob(self) -> float:
-        """The sum over the tokens so far; needs scores."""
-        return 0.0 if self.answer is None else float(self.answer.logprobs.chosen.sum())
+        """The sum over the tokens so far; 0 before the first scores."""
+        return 0.0 if self._scores is None else float(self._scores.chosen.sum())
+
+    @property
+    def _scores(self) -> Logprobs | None:
+        return None if self.answer is None else self.answer.logprobs
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Return the scores of the prompt's tokens, if requested."""
         count = self._params.prompt_logprobs
-        if count is None or self.answer is None:
+        if count is None or self.answer is None or self.answer.prompt_logprobs is None:
             return None
         if not self._listed_prompt:
             scores = self.answer.prompt_logprobs
@@ -150,8 +154,9 @@ class Transcript:
     def _logprobs(self) -> list[dict[int, Logprob]]:
         """Return the scores of the tokens so far; only new ones are converted."""
         known = len(self._listed)
-        tokens, scores = self.answer.tokens[known:], self.answer.logprobs[known:]
-        self._listed += self._list(tokens, scores, self._params.logprobs)
+        if self._scores is not None:
+            tokens, scores = self.answer.tokens[known:], self._scores[known:]
+            self._listed += self._list(tokens, scores, self._params.logprobs)
         return self._listed[: len(self.answer.tokens)]
 
     def _list(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:

@@ -11,25 +11,73 @@ from jspec.api.outputs import RequestOutput, Transcript
 from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Mode, Scoring
+from jspec.engine.engine import Ticket
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import outputs
 from jspec.util import limits
 from jspec.util.buckets import bucket
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class GenerationRequest:
-    """One request of a caller: its sequences and the transcript of each."""
+    """One request of a caller: its sequences, and the text that becomes of each.
+
+    ``tickets`` are the sequences in the engine, once they were submitted. The engine extends their
+    answers, and whoever reads the request turns these into text.
+    """
 
     number: int
     prompt: Prompt
     params: SamplingParams
     sequences: tuple[SequenceParams, ...]
     transcripts: tuple[Transcript, ...]
+    id: str  # of its outputs
+    tickets: Sequence[Ticket] = ()
+    _num_read: int = -1  # tokens of all texts; -1 before each has a first answer
+
+    def read(self) -> bool:
+        """Decode what was generated since the last call; return whether texts grew or ended.
+
+        Raises:
+          Exception: that ended a sequence, or that the tokenizer raised.
+        """
+        was_finished = self.finished
+        for ticket, text in zip(self.tickets, self.transcripts, strict=False):
+            answer = ticket.answer  # before the error, which is written before the last answer
+            if ticket.error is not None:
+                raise ticket.error
+            text.read(answer)
+        texts = self.transcripts
+        if not all(each.finish_reason or (each.answer and each.answer.rounds) for each in texts):
+            return False
+        before, self._num_read = self._num_read, sum(len(each.answer.tokens) for each in texts)
+        return self._num_read != before or self.finished != was_finished
+
+    @property
+    def finished(self) -> bool:
+        """True if all texts are complete."""
+        return all(text.finish_reason for text in self.transcripts)
+
+    @property
+    def overrunning(self) -> list[Ticket]:
+        """The sequences that run in the engine although their texts are complete."""
+        pairs = zip(self.tickets, self.transcripts, strict=False)
+        return [ticket for ticket, text in pairs if text.finish_reason and not ticket.finished]
+
+    @property
+    def begin(self) -> float | None:
+        """When the first sequence left the queue, of ``time.perf_counter``; None: not yet."""
+        begins = [ticket.begin for ticket in self.tickets if ticket.begin is not None]
+        return min(begins, default=None)
+
+    @property
+    def has_candidates(self) -> bool:
+        """True if more texts are drawn than returned: the best are known at the end alone."""
+        return self.params.num_texts > self.params.n
 
     def check_streams(self) -> None:
         """Refuse a request whose texts are known at the end alone."""
-        if self.params.num_texts > self.params.n:
+        if self.has_candidates:
             raise ValueError(
                 f"best_of={self.params.best_of} cannot be streamed: the best texts are "
                 "known at the end; use generate, or leave best_of out."
@@ -44,15 +92,14 @@ class GenerationRequest:
             drawn = sorted(drawn, key=value, reverse=True)[: self.params.n]
         texts = [each.output(index, detailed) for index, each in enumerate(drawn)]
         return RequestOutput(
-            request_id=str(self.number),
+            request_id=self.id,
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=texts,
             finished=all(text.finished() for text in texts),
             prompt_logprobs=drawn[0].prompt_logprobs(),
             num_cached_tokens=max(
-                (text.answer.num_cached_tokens for text in drawn if text.answer is not None),
-                default=0,
+                (ticket.answer.num_cached_tokens for ticket in self.tickets), default=0
             ),
         )
 
@@ -111,7 +158,7 @@ def numbered(
     sequences = tuple(_of_stream(first, stream) for stream in streams)
     ends = _ends(params, eos)
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in streams)
-    return GenerationRequest(number, prompt, params, sequences, transcripts)
+    return GenerationRequest(number, prompt, params, sequences, transcripts, id=str(number))
 
 
 def _ends(params: SamplingParams, eos: frozenset[int]) -> frozenset[int]:

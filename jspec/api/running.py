@@ -7,7 +7,6 @@ from typing import Any
 
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
-from jspec.engine.engine import Ticket
 from jspec.util.messages import shown
 
 
@@ -19,18 +18,22 @@ class RunningRequest:
     ``close`` aborts a request that still runs.
 
     Attributes:
-      id: of the outputs, and for ``AsyncLLM.abort``.
+      request: its sequences and their texts.
+      priority: the lowest number runs first.
       output: the last one; None before the first.
     """
 
-    def __init__(self, id: str, request: GenerationRequest, priority: int, close: Callable):
-        self.id, self.output = id, None
-        self._request, self._priority, self._close = request, priority, close
-        self._is_whole = request.params.num_texts > request.params.n
+    def __init__(
+        self,
+        request: GenerationRequest,
+        priority: int,
+        close: Callable[["RunningRequest"], Any],
+    ):
+        self.request, self.priority, self._close = request, priority, close
         self._loop, self._has_news = asyncio.get_running_loop(), asyncio.Event()
-        # The thread writes the following, and then wakes the reader.
-        self._tickets: list[Ticket] = []
-        self._num_written = -1  # tokens of the last output
+        # Other threads write the following, and then wake the reader.
+        self.output: RequestOutput | None = None
+        self._is_accepted = False
         self._error: BaseException | None = None
         self._last: RequestOutput | None = None  # that the reader has
 
@@ -41,27 +44,42 @@ class RunningRequest:
         while True:
             if self.output is not self._last:
                 self._last = self.output
-                if self._last.finished or not self._is_whole:
-                    return self._last
+                return self._last
             elif self._last is not None and self._last.finished:
                 raise StopAsyncIteration
             else:
                 await self._news()
 
+    @property
+    def id(self) -> str:
+        """The id of its outputs, and for ``AsyncLLM.abort``."""
+        return self.request.id
+
     def close(self) -> None:
         """Abort what still runs, within one launch."""
         self._close(self)
 
-    @property
-    def begin(self) -> float | None:
-        """When the first of its prompts left the queue, of ``time.perf_counter``; None: not yet."""
-        begins = [ticket.begin for ticket in self._tickets if ticket.begin is not None]
-        return min(begins, default=None)
+    async def accepted(self) -> None:
+        """Wait until the engine has taken its sequences; raise the error if it has not."""
+        while not self._is_accepted:
+            await self._news()
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache had."""
-        return max((ticket.answer.num_cached_tokens for ticket in self._tickets), default=0)
+    def accept(self) -> None:
+        """Note that the engine has taken its sequences."""
+        self._is_accepted = True
+        self._tell()
+
+    def put(self, output: RequestOutput) -> None:
+        """Give the reader an output."""
+        self.output = output
+        self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """End the request by an error, which the reader gets; panics of Rust are no Exception."""
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        self._error = error
+        self._tell()
 
     async def _news(self) -> None:
         if self._error is None:
@@ -69,19 +87,6 @@ class RunningRequest:
             self._has_news.clear()
         if self._error is not None:
             raise self._error
-
-    async def _accepted(self) -> None:
-        while not self._tickets:
-            await self._news()
-
-    @property
-    def _is_finished(self) -> bool:
-        return all(text.finish_reason for text in self._request.transcripts)
-
-    @property
-    def _num_tokens(self) -> int:
-        answers = [text.answer for text in self._request.transcripts]
-        return -1 if None in answers else sum(len(answer.tokens) for answer in answers)
 
     def _tell(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody reads any more

@@ -1,7 +1,8 @@
-"""The engines that run the requests of an ``LLM``, and the state that outlives them."""
+"""The engine of an ``LLM``, which serves all of its callers, and the counts of their requests."""
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,22 +11,31 @@ from jspec.api.requests import GenerationRequest
 from jspec.core.logprobs import Mode, Scoring
 from jspec.core.types import Params
 from jspec.engine.engine import Engine, Ticket
+from jspec.engine.launches import Launch
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
+from jspec.util.buckets import bucket
+from jspec.util.threads import FairLock
+
+_log = logging.getLogger(__name__)
+
+OnLaunch = Callable[[Launch], None]
 
 
 class Runtime:
-    """The engines of a plan, the drafter's shared state, and the counts of all requests.
+    """The engine of a plan, and the counts of all requests.
 
-    Several threads may use it; they take turns.
+    Several threads may use it. They take turns, and a step serves the sequences of all of them.
 
     Args:
       plan: static.
       params: weights.
+      num_slots: sequences that run together.
+      capacity: longest sequence, prompt included.
       pool: pages of the KV caches, if they have any.
       profile: what the first programs are compiled for.
       mode: of the scores that requests ask for.
@@ -37,128 +47,210 @@ class Runtime:
         plan: Plan,
         params: Params,
         *,
+        num_slots: int,
+        capacity: int,
         pool: Pool | None,
         profile: Profile,
         mode: Mode,
         max_logprobs: int,
     ):
         self.plan, self.pool = plan, pool
-        self.profile = profile  # of the engines so far: those of other sizes need few programs more
         self._params, self._mode, self._max_logprobs = params, mode, max_logprobs
-        self._lock = threading.Lock()
-        self._shared = init_shared(plan)
-        self._engines: dict[tuple[int, int], Engine] = {}
+        self._turns = FairLock()  # of the engine
+        self._num_steps = 0
+        self._observers: list[OnLaunch] = []
+        self._num_slots, self._capacity = num_slots, capacity
+        self._num_pins = 0
+        self._engine: Engine | None = None
+        self._profile = profile
+        self._shared = init_shared(plan)  # until there is an engine
+        self._counting = threading.Lock()
         self._counts = metrics.Counts.none(plan.drafter.max_depth)
         self._seconds = 0.0
         self._num_prompt_tokens = self._num_preemptions = 0
 
-    def engine(self, num_slots: int, capacity: int, **options: Any) -> Engine:
-        """Return a new engine with ``options`` of ``Engine``; its shared state is the runtime's."""
-        options = dict(profile=self.profile, pool=self.pool) | options
-        size = dict(num_slots=num_slots, capacity=capacity)
-        return Engine(self.plan, self._params, shared=(), **size, **options)
+    # ------------------------------------------------------------------------ requests of callers
 
     def submit(
         self,
         batch: Sequence[GenerationRequest],
         *,
-        num_slots: int | None = None,
-        capacity: int | None = None,
-        engine: Engine | None = None,
         rounds: int | None = None,
         priority: int = 0,
-    ) -> tuple[Engine, list[Ticket]]:
-        """Submit all texts of a batch to ``engine``, or else to one of a certain size.
+        alike: Iterable[SequenceParams] = (),
+    ) -> None:
+        """Submit all sequences of a batch; if one is refused, those before it are aborted.
 
-        ``rounds`` and ``priority`` are those of ``Engine.submit``. Idle engines of other sizes are
-        dropped. If a text is refused, those before it are aborted.
+        Args:
+          batch: its requests get their ``tickets``.
+          rounds: as of ``Engine.submit``.
+          priority: as of ``Engine.submit``.
+          alike: other sequences that the batch is to share its programs with.
 
         Raises:
-          queue.Full: too many sequences wait in the engine.
           ValueError: a sequence does not fit the engine.
         """
         scoring, tickets = self.scoring_of(batch), []
-        with self._lock:
-            if engine is None:
-                engine = self._engine_of(num_slots, capacity)
+        with self._turns:
+            engine = self._sized([sequence for request in batch for sequence in request.sequences])
+            engine.profile = engine.profile.grown(alike)
             try:
                 for request in batch:
-                    for sequence, text in zip(request.sequences, request.transcripts, strict=True):
-                        options = dict(rounds=rounds, scoring=scoring, priority=priority)
-                        options |= dict(listener=text.read, cache_salt=request.prompt.cache_salt)
-                        tickets.append(engine.submit(sequence, **options))
+                    request.tickets = [
+                        engine.submit(
+                            sequence,
+                            rounds=rounds,
+                            scoring=scoring,
+                            priority=priority,
+                            cache_salt=request.prompt.cache_salt,
+                        )
+                        for sequence in request.sequences
+                    ]
+                    tickets += request.tickets
             except BaseException:
                 for ticket in tickets:
                     engine.abort(ticket)
                 raise
-            self.profile = engine.profile.without_functions()
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
-        return engine, tickets
 
     def scoring_of(self, batch: Sequence[GenerationRequest]) -> Scoring | None:
         """Return the scores that a batch needs; None for none."""
         vocab_size = self.plan.target.vocab_size
         return requests.scoring_of(batch, vocab_size, self._max_logprobs, self._mode)
 
-    def warm_up(
-        self,
-        engine: Engine,
-        programs: Programs,
-        sequence: SequenceParams,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        """Compile and run what a sequence needs: nothing is counted, and nothing is learned.
+    def step(self) -> bool:
+        """Run a step of the engine, or wait for the end of another thread's.
 
-        The KV cache has pages for all slots of the engine from then on, if memory permits. No other
-        request may run. ``on_progress`` is that of ``Programs.compile``.
+        Return whether this thread ran it.
         """
-        pool = self.pool
-        with self._lock:
-            if pool is not None:
-                pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
-            counted = None if pool is None else (pool.queries, pool.hits)
-            on_launch, engine.on_launch = engine.on_launch, None
-            programs.compile([sequence], on_progress=on_progress)
-            engine.shared = init_shared(self.plan)
-            engine.warm_up([sequence], cache_salt="warm-up")
-            engine.on_launch = on_launch
-            if pool is not None:
-                pool.queries, pool.hits = counted
-            self.profile = engine.profile.without_functions()
+        seen = self._num_steps
+        with self._turns:
+            if self._num_steps != seen:
+                return False
+            try:
+                self._run(self._engine.step)
+            finally:
+                self._num_steps += 1
+        return True
 
-    def step(self, engine: Engine) -> None:
-        """Run a step of an engine, which serves the requests of all threads."""
-        self._run_on(engine, engine.step)
-
-    def leave(
-        self, engine: Engine, batch: Sequence[GenerationRequest], tickets: Sequence[Ticket]
-    ) -> None:
-        """Abort what still runs of a batch, and count what all of it did."""
-
-        def end() -> None:
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """End sequences; their answers keep what was read."""
+        if not tickets:
+            return
+        with self._turns:
+            engine = self._engine
             for ticket in tickets:
-                engine.abort(ticket)  # if the reader of a stream has left
-            engine.settle()
+                engine.abort(ticket)
+            self._run(engine.settle)
+            # Prompts that were half read hold pages.
+            while not (engine.is_idle or engine.num_running or engine.num_waiting):
+                self._run(engine.step)
 
-        self._run_on(engine, end)
+    def leave(self, batch: Sequence[GenerationRequest]) -> None:
+        """Abort what still runs of a batch, and count what all of it did."""
+        self.abort(running_of(batch))
+        self.count(batch)
+
+    def count(self, batch: Sequence[GenerationRequest]) -> None:
+        """Count what the requests of a batch did. Each is counted once, at its end."""
         texts = [text for request in batch for text in request.transcripts]
         answers = [text.answer for text in texts if text.answer is not None]
-        with self._lock:
+        with self._counting:
             self._counts = sum(map(metrics.Counts.of, answers), self._counts)
-            self._num_preemptions += sum(ticket.num_preemptions for ticket in tickets)
+            self._num_preemptions += sum(
+                ticket.num_preemptions for request in batch for ticket in request.tickets
+            )
 
     def run_alone(
         self, batch: Sequence[GenerationRequest], run: Callable[..., Any], **options: Any
     ) -> Any:
         """Run a batch through ``run``, a loop of its own; see ``LLM.run_one``."""
-        with self._lock:
+        with self._turns:
             begin = perf_counter()
-            state = self.plan, self._params, self._shared
-            result, counts, self._shared = run(batch, *state, **options)
-            self._seconds += perf_counter() - begin
-            self._counts += counts
-            self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
+            result, counts, shared = run(batch, self.plan, self._params, self.shared, **options)
+            self._set_shared(shared)
+            with self._counting:
+                self._seconds += perf_counter() - begin
+                self._counts += counts
+                self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         return result
+
+    # -------------------------------------------------------------------------------- the engine
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return 0 if self._engine is None else self._engine.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return 0 if self._engine is None else self._engine.num_running
+
+    def pin(self, on_launch: OnLaunch | None) -> None:
+        """Use all slots and the whole capacity from now on, until as many calls of ``unpin``.
+
+        So all programs are the same, however many requests run.
+
+        Args:
+          on_launch: called with every launch that was read, as NumPy arrays, in the thread that ran
+            the step. What it raises is logged.
+        """
+        with self._turns:
+            self._num_pins += 1
+            if on_launch is not None:
+                self._observers.append(on_launch)
+
+    def unpin(self, on_launch: OnLaunch | None) -> None:
+        """Take back a call of ``pin``."""
+        with self._turns:
+            self._num_pins -= 1
+            if on_launch is not None:
+                self._observers.remove(on_launch)
+
+    def warm_up(
+        self, sequence: SequenceParams, on_progress: Callable[[int, int], None]
+    ) -> Programs:
+        """Compile and run what a sequence needs: nothing is counted, and nothing is learned.
+
+        The KV cache has pages for all slots of the engine from then on, if memory permits. What
+        runs ends first. ``on_progress`` is that of ``Programs.compile``.
+        """
+        pool = self.pool
+        with self._turns:
+            engine = self._sized(())
+            self._drain()
+            if pool is not None:
+                pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
+            counted = None if pool is None else (pool.queries, pool.hits)
+            programs, shared = Programs(engine), engine.shared
+            programs.compile([sequence], on_progress=on_progress)
+            engine.on_launch, engine.shared = None, init_shared(self.plan)
+            try:
+                engine.warm_up([sequence], cache_salt="warm-up")
+            finally:
+                engine.on_launch, engine.shared = self._see, shared
+            if pool is not None:
+                pool.queries, pool.hits = counted
+        return programs
+
+    @property
+    def shared(self) -> Any:
+        """The drafter's state that outlives requests."""
+        return self._shared if self._engine is None else self._engine.shared
+
+    def use_shared(self, use: Callable[[Any], Any]) -> None:
+        """Replace the drafter's shared state by what ``use`` returns for it; None keeps it."""
+        with self._turns:
+            fresh = use(self.shared)
+            if fresh is not None:
+                self._set_shared(fresh)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV cache of past prompts."""
+        with self._turns:
+            if self.pool is not None:
+                self.pool.table.forget()
 
     def get_metrics(self, model: str) -> list[metrics.Metric]:
         """Return the counts of all requests that have ended, under vLLM's names."""
@@ -176,35 +268,65 @@ class Runtime:
         usage = metrics.Gauge("vllm:kv_cache_usage_perc", labels, used)
         return [*metrics.entries(self._counts, self._seconds, labels), *counters, usage]
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV cache of past prompts."""
-        with self._lock:
-            if self.pool is not None:
-                self.pool.table.forget()
+    def _sized(self, sequences: Sequence[SequenceParams]) -> Engine:
+        """Return the engine, in a size that holds the sequences.
 
-    def use_shared(self, use: Callable[[Any], Any]) -> None:
-        """Replace the drafter's shared state by what ``use`` returns for it; None keeps it."""
-        with self._lock:
-            fresh = use(self._shared)
-            self._shared = self._shared if fresh is None else fresh
+        An idle engine is replaced by one that fits them. Sequences that are too long for one that
+        runs wait until it is idle.
+        """
+        longest = max((len(each.prompt) + each.max_tokens for each in sequences), default=0)
+        num_slots = min(bucket(max(len(sequences), 1), smallest=1), self._num_slots)
+        size = num_slots, bucket(longest)
+        if self._num_pins:
+            size = self._num_slots, self._capacity
+        engine = self._engine
+        if engine is not None and (engine.num_slots, engine.capacity) == size:
+            return engine
+        if engine is not None and size[1] > engine.capacity:
+            self._drain()
+        if engine is None or engine.is_idle:
+            if engine is not None:
+                self._shared, self._profile = engine.shared, engine.profile.without_functions()
+            self._engine = Engine(
+                self.plan,
+                self._params,
+                num_slots=size[0],
+                capacity=size[1],
+                profile=self._profile,
+                shared=self._shared,
+                pool=self.pool,
+                on_launch=self._see,
+                joins_together=not self._num_pins,
+            )
+        return self._engine
 
-    def _engine_of(self, num_slots: int, capacity: int) -> Engine:
-        size = num_slots, capacity
-        self._engines = {
-            other: engine
-            for other, engine in self._engines.items()
-            if other == size or not engine.is_idle
-        }
-        if size not in self._engines:
-            self._engines[size] = self.engine(*size)
-        return self._engines[size]
+    def _drain(self) -> None:
+        while not (self._engine is None or self._engine.is_idle):
+            self._run(self._engine.step)
 
-    def _run_on(self, engine: Engine, act: Callable[[], None]) -> None:
-        with self._lock:
-            begin = perf_counter()
-            engine.shared = self._shared
+    def _set_shared(self, shared: Any) -> None:
+        if self._engine is None:
+            self._shared = shared
+        else:
+            self._engine.shared = shared
+
+    def _see(self, launch: Launch) -> None:
+        """Call the observers, which are no part of any request."""
+        for observe in self._observers:
             try:
-                act()
-            finally:  # after Ctrl-C too: a launch has consumed the state before it
-                self._shared = engine.shared
+                observe(launch)
+            except Exception:
+                _log.exception("on_launch failed")
+
+    def _run(self, act: Callable[[], None]) -> None:
+        """Use the engine in this thread's turn."""
+        begin = perf_counter()
+        try:
+            act()
+        finally:
             self._seconds += perf_counter() - begin
+
+
+def running_of(batch: Iterable[GenerationRequest]) -> list[Ticket]:
+    """Return the sequences of a batch that the engine has not ended."""
+    return [ticket for request in batch for ticket in request.tickets if not ticket.finished]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Params
-from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes
+from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages
 from jspec.engine.plan import Plan
 from jspec.util.messages import shown
 from jspec.util.values import is_real, is_whole
@@ -41,6 +41,45 @@ def dtype_of_pages(params: Params) -> jnp.dtype | None:
     largest = max(jax.tree.leaves(params.target), key=lambda leaf: leaf.size, default=None)
     is_narrow = largest is not None and largest.dtype == jnp.bfloat16
     return jnp.dtype(jnp.bfloat16) if is_narrow else None
+
+
+def pool_if_any(
+    plan: Plan,
+    params: Params,
+    settings: dict[str, int | float | None],
+    *,
+    shares_prefixes: bool | None,
+    num_tokens: int,
+) -> Pool | None:
+    """Return the pool of a model; None for a model whose caches have no pages.
+
+    Args:
+      plan: static.
+      params: weights.
+      settings: arguments of ``pool_of`` that ``check`` has seen, None for defaults.
+      shares_prefixes: its ``enable_prefix_caching``; None wherever target and drafter support it.
+      num_tokens: as of ``pool_of``.
+
+    Raises:
+      ValueError: as ``pool_of``, or something is set that the model has no use for.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    target, drafter = type(plan.target).__name__, type(plan.drafter).__name__
+    if not reads_pages(plan):
+        given |= {"enable_prefix_caching": True} if shares_prefixes else {}
+        for name, value in given.items():
+            raise ValueError(
+                f"{name}={shown(value)} needs a KV cache with pages, which {target} with {drafter} "
+                "does not have; leave it out."
+            )
+        return None
+    if shares_prefixes and plan.drafter.lookahead is None:
+        raise ValueError(
+            f"enable_prefix_caching=True: {drafter} cannot start behind a cached prefix; leave it "
+            "out."
+        )
+    shares = shares_prefixes is not False
+    return pool_of(plan, params, num_tokens=num_tokens, enable_prefix_caching=shares, **given)
 
 
 def pool_of(

@@ -29,7 +29,7 @@ async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Respons
     if fields.stream:
         return Events(batch, form.events(batch))
     (output,) = await batch.last()
-    return await server.in_thread(lambda: form.body(output, batch))
+    return await server.in_thread(lambda: form.body(output))
 
 
 async def begun(server: Server, fields: ChatFields) -> tuple[Batch, "Form"]:
@@ -142,16 +142,16 @@ class Form:
                 prompt = {key: choice.pop(key) for key in _OF_PROMPT if key in choice}
                 event = {**head, "choices": [choice], **prompt}
                 if is_counted:
-                    counted = self.usage(output, batch, texts) if is_always_counted else None
+                    counted = self.usage(output, texts) if is_always_counted else None
                     event["usage"] = counted
                 yield event
         if is_counted:
-            yield {**head, "choices": [], "usage": self.usage(output, batch)}
+            yield {**head, "choices": [], "usage": self.usage(output)}
 
-    def body(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
+    def body(self, output: RequestOutput) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.choice(whole(text)) for text in output.outputs]
-        body = {**self.head, "choices": choices, "usage": self.usage(output, batch)}
+        body = {**self.head, "choices": choices, "usage": self.usage(output)}
         if self._fields.prompt_logprobs is not None:
             body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
         if self._fields.return_token_ids:
@@ -177,16 +177,13 @@ class Form:
         return self._readers[index].feed(piece)
 
     def usage(
-        self,
-        output: RequestOutput,
-        batch: Batch,
-        texts: Sequence[CompletionOutput] | None = None,
+        self, output: RequestOutput, texts: Sequence[CompletionOutput] | None = None
     ) -> dict[str, Any]:
         """Return ``usage`` for the texts so far; ``texts``: some of the output's, None for all."""
         if texts is not None:
             output = dataclasses.replace(output, outputs=list(texts))
         has_stats = bool(self._fields.speculative_decoding_stats)
-        counted = usage.of([output], batch.running, has_stats=has_stats)
+        counted = usage.of([output], has_stats=has_stats)
         if self._reasoner is not None:
             tokenizer = self._server.llm.get_tokenizer()
             count = sum(

@@ -50,7 +50,7 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
             for text in output.outputs
         ]
     )
-    return {**form.head, "choices": choices, "usage": form.usage(outputs, batch)}
+    return {**form.head, "choices": choices, "usage": form.usage(outputs)}
 
 
 def _params(
@@ -99,10 +99,10 @@ class _Form:
                 event = {**self.head, "choices": [self.choice(index, output, piece)]}
                 if is_counted:
                     alone = dataclasses.replace(output, outputs=[text])
-                    event["usage"] = self.usage([alone], batch) if is_always_counted else None
+                    event["usage"] = self.usage([alone]) if is_always_counted else None
                 yield event
         if is_counted:
-            yield {**self.head, "choices": [], "usage": self.usage(last.values(), batch)}
+            yield {**self.head, "choices": [], "usage": self.usage(last.values())}
 
     def choice(self, index: int, output: RequestOutput, piece: Piece) -> dict[str, Any]:
         """Return a piece of a text, of the prompt with an index."""
@@ -133,10 +133,10 @@ class _Form:
             choice["speculative_decoding_stats"] = piece.output.speculative_decoding_stats
         return choice
 
-    def usage(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+    def usage(self, outputs: Any) -> dict[str, Any]:
         """Return ``usage`` for outputs so far."""
         has_stats = bool(self._fields.speculative_decoding_stats)
-        counted = usage.of(outputs, batch.running, has_stats=has_stats)
+        counted = usage.of(outputs, has_stats=has_stats)
         if self._is_prompt_alone:
             counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
         return counted

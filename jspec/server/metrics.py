@@ -228,7 +228,7 @@ class Watch:
         }
 
     def _note_times(self, num_tokens: int) -> dict[str, float]:
-        begin = self._running.begin or self._arrival
+        begin = self._running.request.begin or self._arrival
         decode = self._last - self._first
         seconds = {
             "vllm:e2e_request_latency_seconds": self._last - self._arrival,

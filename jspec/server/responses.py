@@ -53,7 +53,7 @@ async def answer(server: Server, fields: ResponseFields) -> dict[str, Any] | Res
     if fields.stream:
         return Events(batch, response.events(batch), is_named=True)
     (output,) = await batch.last()
-    return await server.in_thread(lambda: response.whole(output, batch))
+    return await server.in_thread(lambda: response.whole(output))
 
 
 def _as_chat(fields: ResponseFields) -> ChatFields:
@@ -128,11 +128,11 @@ class _Response:
             "text": fields.text or {"format": {"type": "text"}},
         }
 
-    def whole(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the response with its whole text."""
         for _ in self._grown(whole(output.outputs[0])):
             pass  # the items grow
-        return self._ended(output, batch)
+        return self._ended(output)
 
     async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream, numbered."""
@@ -149,11 +149,11 @@ class _Response:
         async for _, output in batch.outputs():
             for event in self._grown(cursor.advance(output.outputs[0])):
                 yield event
-        ended = self._ended(output, batch)
+        ended = self._ended(output)
         yield {"type": f"response.{ended['status']}", "response": ended}
 
-    def _ended(self, output: RequestOutput, batch: Batch) -> dict[str, Any]:
-        counted = self._form.usage(output, batch)
+    def _ended(self, output: RequestOutput) -> dict[str, Any]:
+        counted = self._form.usage(output)
         details = counted.get("completion_tokens_details", {"reasoning_tokens": 0})
         is_cut = output.outputs[0].finish_reason == "length"
         return {

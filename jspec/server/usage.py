@@ -3,16 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jspec.api.async_llm import RunningRequest
 from jspec.api.outputs import RequestOutput
 from jspec.server.fields import StreamOptions
 
 _SUMS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
 
 
-def of(
-    outputs: Iterable[RequestOutput], running: Sequence[RunningRequest], *, has_stats: bool
-) -> dict[str, Any]:
+def of(outputs: Iterable[RequestOutput], *, has_stats: bool) -> dict[str, Any]:
     """Return ``usage`` for the last outputs of the prompts; with ``has_stats`` drafts too."""
     outputs = list(outputs)
     prompt = sum(len(each.prompt_token_ids) for each in outputs)
@@ -22,7 +19,7 @@ def of(
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(r.num_cached_tokens for r in running)},
+        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in outputs)},
     }
     if has_stats:
         known = (text.speculative_decoding_stats for text in texts)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jspec
 from jspec.api.async_llm import AsyncLLM
+from jspec.engine.engine import Engine
 from jspec.engine.loop import launch
 from tests import llm_fixtures
 
@@ -205,6 +206,7 @@ def test_a_program_that_does_not_close_it_ends_in_the_middle_of_a_text(llm):
     program = f"""
 import asyncio, jspec
 from jspec.api.async_llm import AsyncLLM
+from jspec.engine.engine import Engine
 llm = jspec.LLM({str(llm.build.model.path)!r}, max_num_seqs=2, max_model_len=256)
 served = AsyncLLM(llm)
 async def first():
@@ -217,7 +219,9 @@ asyncio.run(first())
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, "False\n", "")
 
 
-def test_an_error_of_the_model_reaches_every_reader(llm, monkeypatch):
+def test_a_step_that_fails_while_nothing_runs_ends_the_requests_and_not_the_thread(
+    llm, expected, monkeypatch
+):
     async def both():
         tasks = [last(served, prompt, params(0)) for prompt in PROMPTS[:2]]
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -226,9 +230,13 @@ def test_an_error_of_the_model_reaches_every_reader(llm, monkeypatch):
         raise ZeroDivisionError("a mistake of the model's author")
 
     with AsyncLLM(llm) as served:
-        monkeypatch.setattr(type(llm.runtime), "step", lambda _, engine: fail(engine))
-        results = asyncio.run(both())
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "step", fail)
+            results = asyncio.run(both())
+        later = asyncio.run(last(served, PROMPTS[1], params(1)))
+        assert served.error is None and served.num_running == 0
     assert [type(each) for each in results] == [ZeroDivisionError] * 2
+    assert texts(later.outputs) == texts(expected[1])
 
 
 # ------------------------------------------------------------------------ an error stays its own

@@ -66,7 +66,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_characters(llm):
 def test_the_longest_text_that_fits_is_taken(llm):
     longest = max(llm.get_tokenizer().get_vocab(), key=len).replace("Ġ", " ")
     text = longest * (llm.max_model_len - 1)
-    (request,) = llm.resolve(text, None, will_run=False)
+    (request,) = llm.resolver.resolve(text, None, will_run=False)
     assert len(request.prompt.token_ids) == llm.max_model_len - 1
 
 
@@ -101,6 +101,6 @@ def test_lists_are_read_once_for_all_texts_of_a_prompt(llm):
     words = [f"w{number}" for number in range(1000)]
     params = jspec.SamplingParams(n=2000, temperature=1, bad_words=words)
     begin = time.process_time()
-    (request,) = llm.resolve("x", params, will_run=False)
+    (request,) = llm.resolver.resolve("x", params, will_run=False)
     assert time.process_time() - begin < 1.5
     assert [each.stream for each in request.sequences] == list(range(2000))

@@ -1,0 +1,209 @@
+"""One engine for all callers of an ``LLM``: its threads, streams, and every ``AsyncLLM``."""
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+import time
+
+import jax
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import jspec
+from jspec.api.async_llm import AsyncLLM
+from jspec.util.threads import FairLock
+from tests import llm_fixtures
+
+CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
+
+
+class ThreadsOfTokenizer(PreTrainedTokenizerFast):
+    """A tokenizer that records the threads that decode."""
+
+    def decode(self, ids, **options):
+        THREADS.append(threading.current_thread().name)
+        return super().decode(ids, **options)
+
+
+THREADS = []
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+
+
+@pytest.fixture(scope="module")
+def llm(target):
+    tokenizer = ThreadsOfTokenizer.from_pretrained(target.path)
+    return jspec.LLM(target, CONFIG, max_num_seqs=3, max_model_len=96, tokenizer=tokenizer)
+
+
+def params(index, **options):
+    given = dict(max_tokens=40, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+    return jspec.SamplingParams(**(given | options))
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return [texts(llm.generate(prompt, params(i))[0]) for i, prompt in enumerate(PROMPTS)]
+
+
+def texts(output):
+    return [(each.text, each.token_ids, each.finish_reason) for each in output.outputs]
+
+
+async def last(served, *request, **options):
+    return [output async for output in served.generate(*request, **options)][-1]
+
+
+def test_threads_and_asyncio_run_in_one_batch_and_have_their_own_texts(llm, expected):
+    together, repeat = [], 3
+
+    def see(launch):
+        together.append(int((launch.accepted >= 0).any(0).sum()))
+
+    def call(index):
+        return [texts(llm.generate(PROMPTS[index], params(index))[0]) for _ in range(repeat)]
+
+    async def serve(served):
+        results = [await last(served, PROMPTS[3], params(3)) for _ in range(repeat)]
+        return list(map(texts, results))
+
+    with AsyncLLM(llm, on_launch=see) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call, index) for index in range(2)]
+        assert asyncio.run(serve(served)) == [expected[3]] * repeat
+        assert [each.result() for each in calls] == [[expected[i]] * repeat for i in range(2)]
+    assert max(together) == 3  # a launch had sequences of all three
+
+
+def test_two_served_at_once_share_the_batch_and_one_may_close_first(llm, expected):
+    async def both(first, second):
+        stream = second.generate(PROMPTS[1], params(1))
+        await anext(stream)
+        done = await last(first, PROMPTS[0], params(0))
+        await asyncio.to_thread(first.close)
+        return done, [output async for output in stream][-1]
+
+    first = AsyncLLM(llm, launch_seconds=1e-9)
+    with AsyncLLM(llm, launch_seconds=1e-9) as second:
+        outputs = asyncio.run(both(first, second))
+    assert list(map(texts, outputs)) == expected[:2]
+    assert texts(llm.generate(PROMPTS[2], params(2))[0]) == expected[2]
+
+
+def test_an_interrupted_call_ends_alone(llm, expected, monkeypatch):
+    async def beside(served):
+        stream = served.generate(PROMPTS[1], params(1), "mine")
+        await anext(stream)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], params(0))
+        return [output async for output in stream][-1]
+
+    bring, main = jax.device_get, threading.main_thread()
+
+    def interrupted(values):
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return bring(values)
+
+    stream = llm.stream(PROMPTS[3], params(3), rounds=1)
+    next(stream)
+    monkeypatch.setattr(jax, "device_get", interrupted)
+    with AsyncLLM(llm, launch_seconds=1e-9) as served:
+        output = asyncio.run(beside(served))
+    monkeypatch.undo()
+    *_, other = stream
+    assert texts(output) == expected[1] and texts(other) == expected[3]
+    assert llm.runtime.pool.table.num_used == 0
+
+
+def test_texts_are_decoded_outside_the_engines_thread(llm, expected):
+    THREADS.clear()
+    with AsyncLLM(llm) as served:
+        output = asyncio.run(last(served, PROMPTS[0], params(0, logprobs=1)))
+    assert [each[:2] for each in texts(output)] == [each[:2] for each in expected[0]]
+    assert "jspec-text" in THREADS and "jspec-engine" not in THREADS
+
+
+def test_a_slow_tokenizer_delays_no_launch(llm, monkeypatch):
+    """The engine generates all tokens while the first piece of text is being decoded."""
+    is_over, seen = threading.Event(), []
+
+    def see(launch):
+        if launch.done.any():
+            is_over.set()
+
+    decode = ThreadsOfTokenizer.decode
+
+    def slow(tokenizer, ids, **options):
+        if threading.current_thread().name == "jspec-text" and not seen:
+            seen.append(is_over.wait(60))
+        return decode(tokenizer, ids, **options)
+
+    monkeypatch.setattr(ThreadsOfTokenizer, "decode", slow)
+    with AsyncLLM(llm, launch_seconds=1e-9, on_launch=see) as served:
+        output = asyncio.run(last(served, PROMPTS[0], params(0)))
+    assert seen == [True] and len(output.outputs[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("options", [{}, {"include_stop_str_in_output": True}, {"n": 2}])
+def test_texts_with_stop_strings_are_equal_however_they_are_read(llm, expected, options):
+    asked, pairs = [], []
+    for index in (1, 3):
+        text = expected[index][0][0]
+        pairs += [next(p for p in map("".join, itertools.pairwise(text[9:])) if "\ufffd" not in p)]
+        asked += [params(index, stop=["never met", pairs[-1]], **options)]
+    prompts = [PROMPTS[1], PROMPTS[3]]
+    whole = llm.generate(prompts, asked)
+    streamed = {each.prompt: each for each in llm.stream(prompts, asked, rounds=2)}
+
+    async def serve(served):
+        calls = (last(served, *each) for each in zip(prompts, asked, strict=True))
+        return await asyncio.gather(*calls)
+
+    with AsyncLLM(llm) as served:
+        outputs = asyncio.run(serve(served))
+        assert served.num_running == 0
+    for output, prompt, entire, pair in zip(outputs, prompts, whole, pairs, strict=True):
+        assert output.outputs == streamed[prompt].outputs == entire.outputs
+        assert (entire.outputs[0].finish_reason, entire.outputs[0].stop_reason) == ("stop", pair)
+    assert llm.runtime.pool.table.num_used == 0
+
+
+def test_an_abort_ends_a_text_that_waits_for_a_slot(llm):
+    async def abort(served):
+        long = params(0, max_tokens=80)
+        running = await served.submit_all(PROMPTS[:3], long)
+        asked = params(0, logprobs=1, prompt_logprobs=1, stop="never met")
+        waiting = await served.submit("x", asked, "mine")
+        served.abort("mine")
+        output = await anext(waiting)
+        for each in running:
+            each.close()
+        return output
+
+    with AsyncLLM(llm, launch_seconds=1e-9) as served:
+        output = asyncio.run(abort(served))
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert output.outputs[0].token_ids == [] == output.outputs[0].logprobs
+
+
+def test_threads_get_a_fair_lock_in_the_order_in_which_they_ask():
+    lock, order, threads = FairLock(), [], []
+
+    def take(number):
+        with lock:
+            order.append(number)
+
+    with lock:
+        for number in range(5):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            time.sleep(0.01)  # it asks before the next one
+    with lock:  # behind those that wait
+        assert order == [0, 1, 2, 3, 4]
+    for thread in threads:
+        thread.join()
