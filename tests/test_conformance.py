@@ -17,7 +17,7 @@ import pytest
 
 from jspec.api import config
 from jspec.api.config.keys import CUSTOM_CLASS
-from jspec.core.types import History, Params
+from jspec.core.types import Params
 from jspec.drafters import (
     METHODS,
     DraftModel,
@@ -28,11 +28,10 @@ from jspec.drafters import (
     TokenRecycling,
 )
 from jspec.drafters.draft_model.language_model import translating
-from jspec.engine import admission, loop
 from jspec.engine import functional as host
+from jspec.engine import loop, slots
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
-from jspec.engine.profile import Profile, request_of
 from jspec.models import decoder
 from jspec.verify import RULES, synthetic
 from tests import tiny
@@ -283,11 +282,7 @@ def plain(kind):
 
 def shapes(plan, params, batch, capacity):
     """Return the shapes of the state of a batch."""
-    request, _ = request_of([None] * batch, Profile(), tiny.VOCAB)
-    request = request.replace(keys=jax.random.split(jax.random.key(0), batch))
-    history = History(np.zeros((batch, capacity), np.int32), np.ones((batch,), np.int32))
-    done = np.zeros((batch,), bool)
-    return jax.eval_shape(lambda: admission.empty_state(plan, params, request, history, done))
+    return slots.allocate.eval_shape(plan, params, batch, capacity, has_pages=False)
 
 
 def check(method, tree, rule, kind):

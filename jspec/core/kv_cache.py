@@ -217,6 +217,38 @@ def attach(tree: Any, pools: tuple[Any, ...], table: Array) -> Any:
     return over_caches(lambda cache: cache.replace(layers=next(pools), table=table), tree)
 
 
+def rows_of(tree: Any, rows: Array) -> Any:
+    """Return the ``rows`` [Q] of a state with the batch on axis 0; pools of pages stay whole.
+
+    A row beyond the batch is a copy of the last one.
+    """
+
+    def take(x: Any) -> Any:
+        if isinstance(x, KVCache):
+            layers = x.layers if x.table is not None else jax.tree.map(take, x.layers)
+            table = None if x.table is None else take(x.table)
+            return x.replace(layers=layers, length=take(x.length), table=table)
+        return x.at[rows].get(mode="clip") if x.ndim else x
+
+    return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def with_rows(tree: Any, rows: Array, part: Any) -> Any:
+    """Return ``tree`` with ``part``, as of ``rows_of``, in its distinct ``rows`` [Q].
+
+    Rows beyond the batch are dropped.
+    """
+
+    def put(x: Any, new: Any) -> Any:
+        if isinstance(x, KVCache):
+            is_pool = x.table is not None
+            layers = new.layers if is_pool else jax.tree.map(put, x.layers, new.layers)
+            return x.replace(layers=layers, length=put(x.length, new.length))
+        return x.at[rows].set(new, mode="drop") if x.ndim else new
+
+    return jax.tree.map(put, tree, part, is_leaf=lambda x: isinstance(x, KVCache))
+
+
 def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCache:
     """Append the root and the accepted nodes. Rejected nodes are never readable."""
     return append(cache, tree_kv, verdict.path, verdict.num_emitted)

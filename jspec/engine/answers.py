@@ -1,13 +1,13 @@
 """Answers on the host, added up from the results of launches."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jspec.core.logprobs import Logprobs
+from jspec.core.logprobs import Logprobs, Scoring
 from jspec.engine.launches import Launch
 
 
@@ -65,6 +65,13 @@ def empty(max_depth: int) -> Answer:
     """Return the answer of a sequence before its first round."""
     none = np.zeros((0,), np.int32)
     return Answer(none, (none, none), max_depth)
+
+
+def prompt_scores(scoring: Scoring, parts: Sequence[Logprobs], row: int = 0) -> Logprobs:
+    """Return the scores of a row's prompt, from those of its chunks [Q, C]."""
+    parts = [scoring.empty(row + 1, 0), *parts]
+    join = lambda *parts: np.concatenate([part[row] for part in parts])
+    return jax.tree.map(join, *jax.device_get(parts))
 
 
 def extended(

@@ -1,8 +1,8 @@
 """The engine: sequences join and leave the slots of one running batch.
 
-A step prefills a chunk of the next prompt beside the batch, dispatches a launch of the loop, and
-reads the launch before it. So the device never waits for the host between two launches. A launch
-ends early when a sequence ends and another one waits for its slot.
+A step prefills a chunk of a prompt in its slot, dispatches a launch of the loop, and reads the
+launch before it. So the device never waits for the host between two launches. A launch ends early
+when a sequence ends and another one waits for its slot.
 
 Who shares the batch, and when a sequence joined, does not change its text: noise has the address of
 the sequence's seed and position, and every row is computed for itself.
@@ -31,14 +31,15 @@ import jax
 import numpy as np
 
 from jspec.core import validation
-from jspec.core.logprobs import Scoring
+from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.token_fsm import FREE
 from jspec.core.types import Params, Request, Shared
 from jspec.drafters.base.adaptive import Adaptive
-from jspec.engine import admission, answers, program_memory
+from jspec.engine import answers, chunks, program_memory, slots
 from jspec.engine.answers import Answer
+from jspec.engine.chunks import Chunk
 from jspec.engine.launches import Launch
-from jspec.engine.loop import DecodeState, cancel, init_shared, launch
+from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
@@ -53,7 +54,6 @@ from jspec.util.values import is_whole
 _PATIENCE = 64  # steps without pages, before other engines of the pool must give some
 _INTERRUPTIONS = KeyboardInterrupt, SystemExit  # of the process, and of no sequence
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
-_PADDING = 512  # tokens: reading fewer takes less time than compiling programs for one prompt
 _BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
 
 Listener = Callable[[Answer], bool]
@@ -73,8 +73,15 @@ class Ticket:
     num_preemptions: int = 0
     follower: Follower | None = None  # of a grammar on the host
     begin: float | None = None  # seconds of time.perf_counter, when it first left the queue
+    num_prefilled: int = 0  # tokens of the text that the caches hold, before the first round
+    num_to_prefill: int = 0  # the same, when rounds begin
+    prompt_scores: list[Logprobs] = dataclasses.field(default_factory=list)  # of those, by chunk
     is_suspect: bool = False  # of having made a launch fail: it must run alone
     error: Exception | None = None  # that ended it
+
+    def __post_init__(self):
+        self._tokens = np.array(self.sequence.prompt, np.int32)  # with room behind the text
+        self._length = len(self._tokens)
 
     @property
     def finished(self) -> bool:
@@ -90,7 +97,17 @@ class Ticket:
     @property
     def text(self) -> np.ndarray:
         """The prompt, and the answer so far, int32 [n]."""
-        return np.concatenate([np.array(self.sequence.prompt, np.int32), self.answer.tokens])
+        length = len(self.sequence.prompt) + len(self.answer.tokens)
+        if length > len(self._tokens):
+            self._tokens = np.pad(self._tokens[: self._length], (0, length))
+        new = self.answer.tokens[self._length - len(self.sequence.prompt) :]
+        self._tokens[self._length : length], self._length = new, length
+        return self._tokens[:length]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be prefilled before the first round."""
+        return self.num_to_prefill - self.num_prefilled
 
     @property
     def most_tokens(self) -> int:
@@ -106,14 +123,6 @@ class Ticket:
 
     def __lt__(self, other: "Ticket") -> bool:
         return self.rank < other.rank
-
-
-@dataclasses.dataclass
-class _Staged:
-    """Tickets whose prompts are being prefilled, all slots at once or one beside the batch."""
-
-    tickets: list[Ticket]
-    intake: admission.Intake | None  # None until it is allocated
 
 
 @dataclasses.dataclass
@@ -140,9 +149,6 @@ class Engine:
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
       on_launch: called with every launch that was read, as NumPy arrays.
-      joins_together: whether an idle engine prefills all prompts that it has slots for before the
-        first launch: in one program, padded to the longest, unless that takes longer. Without it
-        the first text comes sooner, and there are fewer programs.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -160,7 +166,6 @@ class Engine:
         pool: Pool | None = None,
         max_num_queued: int | None = None,
         on_launch: Callable[[Launch], None] | None = None,
-        joins_together: bool = True,
     ):
         sizes = dict(num_slots=num_slots, capacity=capacity, max_num_queued=max_num_queued)
         for name, value in sizes.items():
@@ -173,10 +178,11 @@ class Engine:
         self.profile = Profile() if profile is None else profile
         self.shared = init_shared(plan) if shared is None else shared
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
-        self.on_launch, self.joins_together = on_launch, joins_together
+        self.num_prefilled = 0  # tokens of texts that were prefilled
+        self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
+        self.on_launch = on_launch
         self._arrivals = itertools.count()
         self._waiting: list[Ticket] = []  # a heap
-        self._staged: _Staged | None = None
         self._slots: list[Ticket | None] = [None] * num_slots
         self._leaving: set[int] = set()  # slots of texts that the host ended, to tell the device
         self._unread: collections.deque[_Dispatched] = collections.deque()
@@ -185,7 +191,7 @@ class Engine:
         is_adaptive = isinstance(plan.drafter, Adaptive)
         self._pacing = Pacing(plan, num_slots) if is_adaptive else None
         self._is_alone = True  # whether launches alone ran since the last one
-        self._is_filling = False  # whether prompts go before the first launch
+        self._has_launched = False  # whether a launch was dispatched since the engine was idle
         self._last_end: float | None = None  # of a launch, if it was seen to end
         self._request: Request | None = None
         self._state: DecodeState | None = None
@@ -197,7 +203,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if no sequence waits or runs."""
-        return not (self._has_waiting() or self._staged or any(self._slots))
+        return not (self._has_waiting() or any(self._slots))
 
     @property
     def num_waiting(self) -> int:
@@ -301,8 +307,6 @@ class Engine:
         except _INTERRUPTIONS:
             if self._has_lost:  # Ctrl-C inside a call that had consumed its inputs
                 self._start_again()
-            elif self._staged and self._staged.intake is None:
-                self._queue_again()
             raise
         except BaseException as error:  # panics of Rust are no Exception
             self._recover(error)
@@ -315,7 +319,7 @@ class Engine:
             self._tell_leaving()
         rounds = self._rounds
         self._grow(rounds)
-        is_running = any(self._slots)
+        is_running = bool(self._ready)
         self._num_idle_steps = 0 if is_running else self._num_idle_steps + 1
         if is_running:
             self._dispatch(rounds)
@@ -338,17 +342,12 @@ class Engine:
         self._survive(self._tell_leaving)
 
     def preempt(self) -> bool:
-        """Free pages, if any are held: of those whose prompts are read, else of the youngest.
+        """Free the pages of the youngest sequence, if any are held.
 
         Launches that are not read come first: texts must be complete, and some may have ended.
         """
         if self._unread:
             self._read_all_but(0)
-        elif self._staged:
-            for ticket in self._staged.tickets:
-                ticket.release()
-                heapq.heappush(self._waiting, ticket)
-            self._staged = None
         elif any(self._slots):
             ticket = max(ticket for ticket in self._slots if ticket is not None)
             ticket.num_preemptions += 1
@@ -368,19 +367,39 @@ class Engine:
     # ----------------------------------------------------------------------------- those who join
 
     def _admit(self) -> None:
-        """Prefill those who wait: between two launches a chunk, without any launch all."""
-        while self._free_slots and (self._staged or self._may_join()):
-            if not self._staged:
-                if not self._stage() and not self._is_relieved():
-                    self._refuse_the_impossible()
-                    break
-            elif self._staged.intake.is_complete:
-                self._join()
-            else:
-                self._is_alone = False
-                self._staged.intake.advance(self.plan, self.params, self.pool)
-                if any(self._slots) and not self._is_filling:
-                    break
+        """Prefill those who wait: between two launches a chunk, and before the first one all.
+
+        A sequence that others run with waits for a short chunk at most. Before the first launch
+        since the engine was idle, all prompts that it has slots for are prefilled, unless somebody
+        reads a text while it grows.
+        """
+        if not any(self._slots):
+            self._has_launched = False
+            if self._may_join():
+                self._grammars, self.profile = (), self._profile_of_waiting()
+        while True:
+            self._take_slots()
+            if not self._prefilling:
+                break
+            self._prefill()
+            is_awaited = any(ticket.rounds for ticket in self._ready)
+            if self._ready and (self._has_launched or is_awaited):
+                break
+
+    @property
+    def _prefilling(self) -> list[Ticket]:
+        """The sequences in slots whose texts are to be prefilled, in their order."""
+        return sorted(ticket for ticket in self._slots if ticket and ticket.num_left)
+
+    @property
+    def _ready(self) -> list[Ticket]:
+        """The sequences in slots that take part in rounds."""
+        return [ticket for ticket in self._members if ticket is not None]
+
+    @property
+    def _members(self) -> list[Ticket | None]:
+        """The sequences that take part in rounds, by slot."""
+        return [ticket if ticket and not ticket.num_left else None for ticket in self._slots]
 
     @property
     def _free_slots(self) -> list[int]:
@@ -400,54 +419,139 @@ class Engine:
             return False
         return not (running and self._waiting[0].is_suspect)
 
-    def _stage(self) -> bool:
-        """Take the next sequences: for all slots at once if most would be filled, else one.
-
-        Return whether there were pages for any.
-        """
-        is_empty = not any(self._slots)
-        if is_empty:
-            self._is_filling = self.joins_together
-            self._grammars, self.profile = (), self._profile_of_waiting()
-        together = is_empty and self._pays_together(heapq.nsmallest(self.num_slots, self._waiting))
-        size, tickets = self.num_slots if together else 1, []
-        cached = np.zeros(size, np.int32)
-        while len(tickets) < size and self._has_waiting():
-            num_known = self._take_first_pages(self._waiting[0], tickets)
-            if num_known is None:
+    def _take_slots(self) -> None:
+        """Let those who wait have free slots, and pages for their texts."""
+        while self._free_slots and self._may_join():
+            ticket = self._next_waiting()
+            if ticket is None:
                 break
-            cached[len(tickets)] = num_known
-            tickets.append(heapq.heappop(self._waiting))
-            if tickets[-1].begin is None:
-                tickets[-1].begin = time.perf_counter()
-                tickets[-1].answer = dataclasses.replace(
-                    tickets[-1].answer, num_cached_tokens=num_known
-                )
-            self.profile = self.profile.grown([tickets[-1].sequence])
-        if tickets:
-            self._begin_intake(tickets, size, cached)
-        return bool(tickets)
+            num_cached = self._take_first_pages(ticket)
+            if num_cached is None:
+                heapq.heappush(self._waiting, ticket)
+                if not any(self._slots) and not self._is_relieved():
+                    self._refuse_the_impossible()
+                break
+            self._seat(ticket, self._free_slots[0], num_cached)
 
-    def _begin_intake(self, tickets: list[Ticket], size: int, cached: np.ndarray) -> None:
-        """Allocate the state of the next sequences; one that cannot have any ends by the error."""
-        self._staged = _Staged(tickets, None)
-        try:
-            self._staged.intake = self._intake_of(tickets, size, cached)
-        except Exception as error:
-            if _is_of_device(error) or len(tickets) > 1:
-                raise
-            self._staged = None
-            self._fail(tickets[0], _fault(error))
-            tickets[0].release()
+    def _next_waiting(self) -> Ticket | None:
+        """Take the next sequence from the queue, but for those that wait for a prefix.
 
-    def _pays_together(self, tickets: Sequence[Ticket]) -> bool:
-        """Return whether to prefill all in one program, padded to the longest."""
-        are_few = 2 * len(tickets) <= self.num_slots
-        if not self.joins_together or are_few or any(each.is_suspect for each in self._waiting):
+        None: there is none. A sequence waits while another one prefills what its text begins with.
+        """
+        passed, found = [], None
+        while found is None and len(passed) < len(self._free_slots) and self._may_join():
+            ticket = heapq.heappop(self._waiting)
+            if self._waits_for_prefix(ticket):
+                passed.append(ticket)
+            else:
+                found = ticket
+        for ticket in passed:
+            heapq.heappush(self._waiting, ticket)
+        return found
+
+    def _waits_for_prefix(self, ticket: Ticket) -> bool:
+        """Return whether another sequence prefills the next page of the text just now."""
+        if ticket.scored_prompt is not None:
             return False
-        lengths = [len(ticket.text) for ticket in tickets]
-        alone = sum(map(admission.prefill_cost, lengths))
-        return admission.prefill_cost(max(lengths), self.num_slots) <= alone + _PADDING
+        others = [other.holding for other in self._prefilling]
+        return bool(others) and ticket.holding.follows(ticket.text, others)
+
+    def _seat(self, ticket: Ticket, slot: int, num_cached: int) -> None:
+        """Let a sequence have a slot; one that cannot be written into it ends by the error."""
+        if ticket.begin is None:
+            ticket.begin = time.perf_counter()
+            ticket.answer = dataclasses.replace(ticket.answer, num_cached_tokens=num_cached)
+        ticket.num_prefilled, ticket.num_to_prefill = num_cached, len(ticket.text) - 1
+        ticket.prompt_scores.clear()
+        before = self.profile, self._grammars
+        self._slots[slot] = ticket
+        try:
+            self._write(ticket, slot)
+        except BaseException as error:  # panics of Rust are no Exception
+            if self._has_lost or _is_of_device(error):
+                raise
+            self._slots[slot] = None
+            self.profile, self._grammars = before
+            ticket.release()
+            if isinstance(error, _INTERRUPTIONS):
+                heapq.heappush(self._waiting, ticket)
+                raise
+            self._fail(ticket, _fault(error))
+
+    def _write(self, ticket: Ticket, slot: int) -> None:
+        """Write a sequence into its slot on the device."""
+        self.profile = self.profile.grown([ticket.sequence])
+        if self._running != self.profile:
+            program_memory.bound()
+        generated = [ticket.answer.tokens if each is ticket else () for each in self._slots]
+        request, streams = self._request_of(self._slots, generated)
+        size, has_pages = slots.buffer_size(self.plan, self.capacity), self.pool is not None
+        if self._state is None:
+            inputs = self.plan, self.params, self.num_slots, size, has_pages
+            self._state = slots.allocate(*inputs)
+        text = np.zeros(size, np.int32)
+        text[: len(ticket.text)] = ticket.text
+        self._is_alone = False
+        self._request, self._state = slots.seat(
+            self.plan,
+            self.params,
+            _with_grammar_states(self._state, request),
+            request,
+            streams,
+            slot=np.int32(slot),
+            text=text,
+            cached=np.int32(ticket.num_prefilled),
+            ready=np.bool_(not ticket.num_left),
+            has_pages=has_pages,
+        )
+        self._running = self.profile
+        if self._pacing is not None:
+            self._pacing.forget(slot)
+
+    def _prefill(self) -> None:
+        """Prefill a chunk of the prompts that wait."""
+        tickets = self._prefilling
+        scoring = tickets[0].scored_prompt
+        if scoring is None:
+            tickets = [ticket for ticket in tickets if ticket.scored_prompt is None]
+        most = chunks.BUSY if self._has_launched and self._ready else chunks.TOTALS[-1]
+        sizes = chunks.sizes(self.num_slots, scoring, most)
+        left, room = [ticket.num_left for ticket in tickets], None
+        if self.pool is None:
+            buffer = slots.buffer_size(self.plan, self.capacity)
+            room = [buffer - ticket.num_prefilled for ticket in tickets]
+        size = chunks.choose(left, sizes, room)
+        tickets = tickets[: size.rows]
+        starts = [ticket.num_prefilled for ticket in tickets]
+        arrays = chunks.assemble([ticket.text for ticket in tickets], starts, size)
+        rows = np.full(size.rows, self.num_slots, np.int32)  # padding is beyond the batch
+        rows[: len(tickets)] = [self._slots.index(ticket) for ticket in tickets]
+        # Leave the states of grammars out: they would compile another program.
+        history = self._state.history
+        state = self._state.replace(history=history.replace(state=None))
+        state = state if self.pool is None else self.pool.lend(state)
+        table = self._table_of(self._slots)
+        self._is_alone = False
+        state, scores = prefill(self.plan, self.params, state, *arrays, rows, scoring, table)
+        state = state if self.pool is None else self.pool.take_back(state)
+        self._state = state.replace(history=state.history.replace(state=history.state))
+        self.prefills[size] += 1
+        for row, ticket in enumerate(tickets):
+            count = int(arrays.valid[row])
+            self.num_prefilled += count
+            ticket.num_prefilled += count
+            ticket.holding.advance(ticket.text, ticket.num_prefilled)  # for programs after this one
+            if scoring is not None:
+                self._score_prompt(ticket, scoring, scores)
+
+    def _score_prompt(self, ticket: Ticket, scoring: Scoring, scores: Logprobs) -> None:
+        """Add the scores of a chunk [1, C]; the prompt has them once it is complete."""
+        ticket.prompt_scores.append(scores)
+        if not ticket.num_left:
+            joined = answers.prompt_scores(scoring, ticket.prompt_scores)
+            joined = joined[: len(ticket.sequence.prompt) - 1]
+            ticket.answer = dataclasses.replace(ticket.answer, prompt_logprobs=joined)
+            ticket.prompt_scores.clear()
 
     def _profile_of_waiting(self) -> Profile:
         """Return the profile with the functions of those who wait, or of a suspect alone.
@@ -487,63 +591,15 @@ class Engine:
         if ticket in self._slots:
             self._leave(ticket)
 
-    def _take_first_pages(self, ticket: Ticket, staged: list[Ticket]) -> int | None:
+    def _take_first_pages(self, ticket: Ticket) -> int | None:
         """Take pages for the text so far, and leave one for each sequence that may need more.
 
         Return the tokens that known pages hold; None if there are not enough pages.
         """
-        others = [*staged, *(each for each in self._slots if each is not None)]
+        others = [each for each in self._slots if each is not None]
         spare = sum(each.holding.lacks(each.most_tokens) for each in others)
         reads_known = ticket.scored_prompt is None  # scores need a pass over the prompt
         return ticket.holding.begin(ticket.text, reads_known=reads_known, spare=spare)
-
-    def _intake_of(self, tickets: list[Ticket], size: int, cached: np.ndarray) -> admission.Intake:
-        scorings = [ticket.scored_prompt for ticket in tickets if ticket.scored_prompt]
-        members = [*tickets, *[None] * (size - len(tickets))]
-        request, streams = self._request_of(members, [ticket.answer.tokens for ticket in tickets])
-        texts = [ticket.text for ticket in tickets]
-        inputs = self.plan, self.params, request, streams, texts, self._buffer_size
-        most = max(scorings, key=lambda scoring: scoring.count, default=None)
-        table = self._table_of(members)
-        return admission.begin(*inputs, most, None if table is None else cached, table)
-
-    def _join(self) -> None:
-        """Let those staged run: as the batch, or one in a free slot of the batch."""
-        tickets, intake = self._staged.tickets, self._staged.intake
-        self._staged, self._is_alone = None, False
-        slots = range(len(tickets))
-        if len(intake.lengths) == self.num_slots:
-            self._request, self._state = intake.request, intake.state
-        else:
-            slots = self._free_slots[:1]
-            members = [*self._slots]
-            members[slots[0]] = tickets[0]
-            self._join_batch(members, intake.state, slots[0])
-        if self._running != self.profile:
-            program_memory.bound()
-        self._running = self.profile
-        for row, (slot, ticket) in enumerate(zip(slots, tickets, strict=True)):
-            self._slots[slot] = ticket
-            if self._pacing is not None:
-                self._pacing.forget(slot)
-            ticket.holding.advance(ticket.text, len(ticket.text) - 1)
-            if ticket.finished:  # aborted meanwhile
-                self._leave(ticket)
-            elif ticket.scored_prompt:
-                scores = intake.prompt_scores(row)
-                ticket.answer = dataclasses.replace(ticket.answer, prompt_logprobs=scores)
-
-    def _join_batch(self, members: list[Ticket | None], row: DecodeState, slot: int) -> None:
-        request, streams = self._request_of(members)
-        if self._state is None:
-            cached = None if self.pool is None else np.zeros(self.num_slots, np.int32)
-            inputs = self.plan, self.params, request, streams, [], self._buffer_size
-            self._state = admission.begin(*inputs, None, cached).state
-        state = self._state
-        if request.sampling.automaton is not None:  # the first grammar may have come just now
-            state, row = _with_grammar_states(state), _with_grammar_states(row)
-        inputs = state, row, request, streams, np.int32(slot)
-        self._request, self._state = admission.join(*inputs)
 
     def _request_of(
         self, members: Sequence[Ticket | None], generated: Sequence[np.ndarray] = ()
@@ -558,10 +614,6 @@ class Engine:
         holdings = [None if ticket is None else ticket.holding for ticket in members]
         return table_of(holdings, self.pool, self.capacity)
 
-    @property
-    def _buffer_size(self) -> int:
-        return admission.buffer_size(self.plan, self.capacity)
-
     # ------------------------------------------------------------------------------ those who run
 
     @property
@@ -569,23 +621,23 @@ class Engine:
         """Return the most rounds of the next launch."""
         if self._follows:
             return 1
-        running = [ticket for ticket in self._slots if ticket is not None]
+        running = self._ready
         begun = [ticket for each in self._unread for ticket in each.members]
         if any(each.rounds and not each.answer.rounds and each not in begun for each in running):
             return 1  # somebody waits for a first text
         rounds = (ticket.rounds or self._running.rounds for ticket in running)
         rounds = min(rounds, default=self._running.rounds)
-        return min(rounds, _BUSY_ROUNDS) if self._staged else rounds
+        return min(rounds, _BUSY_ROUNDS) if self._prefilling else rounds
 
     def _grow(self, rounds: int) -> None:
         """Give every sequence the pages that it may fill; preempt the youngest if they run out."""
         ahead = sum(each.most_tokens for each in self._unread)
         gained = ahead + rounds * (self.plan.drafter.max_depth + 1)
-        for ticket in sorted(ticket for ticket in self._slots if ticket is not None):
+        for ticket in sorted(self._ready):
             length = len(ticket.sequence.prompt) + len(ticket.answer.tokens)
             needed = min(length + gained, ticket.most_tokens)
             while ticket in self._slots and not ticket.holding.grow(needed):
-                is_alone = not (self._unread or self._staged) and sum(map(bool, self._slots)) == 1
+                is_alone = not self._unread and sum(map(bool, self._slots)) == 1
                 if not is_alone:
                     self.preempt()
                 elif not self._take_from_others():
@@ -594,13 +646,13 @@ class Engine:
 
     def _dispatch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
-        running = [ticket for ticket in self._slots if ticket is not None]
-        pace, is_wanted = Pace(self.plan), bool(self._staged) or self._has_waiting()
+        members, running = self._members, self._ready
+        pace, is_wanted = Pace(self.plan), self._has_waiting()
         if self._pacing is not None:
-            pace = self._pacing.choose(np.array([ticket is not None for ticket in self._slots]))
+            pace = self._pacing.choose(np.array([ticket is not None for ticket in members]))
             rounds = min(rounds, pace.rounds or rounds)
             is_wanted |= self._pacing.by_rows
-        watched = np.array([ticket is not None and is_wanted for ticket in self._slots])
+        watched = np.array([ticket is not None and is_wanted for ticket in members])
         profile = self._running
         if not any(ticket.scoring for ticket in running):
             profile = profile.without_scores()
@@ -615,13 +667,13 @@ class Engine:
         self._state = state if self.pool is None else self.pool.take_back(state)
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         begin = time.perf_counter() if self._is_alone else None
-        self._unread.append(_Dispatched(ran, [*self._slots], most_tokens, pace, begin))
-        self._is_alone, self._is_filling = True, False
+        self._unread.append(_Dispatched(ran, members, most_tokens, pace, begin))
+        self._is_alone = self._has_launched = True
 
     @property
     def _follows(self) -> bool:
         """True if the host follows the grammar of a row."""
-        return any(ticket is not None and ticket.follower for ticket in self._slots)
+        return any(ticket.follower for ticket in self._ready)
 
     def _followed(
         self, plan: RoundPlan, profile: Profile, state: DecodeState, table: np.ndarray | None
@@ -632,7 +684,7 @@ class Engine:
         draft = halfway.whole
         tokens, parents, valid = jax.device_get((draft.tokens, draft.parents, draft.valid))
         parents = np.broadcast_to(parents, tokens.shape)
-        used = np.array([ticket is not None and bool(ticket.follower) for ticket in self._slots])
+        used = np.array([bool(ticket and ticket.follower) for ticket in self._members])
         words = num_words(self.plan.target.vocab_size)
         bits = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
         for slot in np.flatnonzero(used):
@@ -754,9 +806,8 @@ class Engine:
 
     def _queue_again(self) -> list[Ticket]:
         """Queue and return all who ran, and drop what the device held of them."""
-        staged = self._staged.tickets if self._staged else []
-        tickets = [each for each in (*self._slots, *staged) if each is not None]
-        self._slots, self._staged = [None] * self.num_slots, None
+        tickets = [ticket for ticket in self._slots if ticket is not None]
+        self._slots = [None] * self.num_slots
         self._request = self._state = None
         self._unread.clear()
         self._leaving.clear()
@@ -792,9 +843,14 @@ def _fault(error: BaseException) -> Exception:
     return fault
 
 
-def _with_grammar_states(state: DecodeState) -> DecodeState:
-    """Return ``state`` with states of grammars; rows without a grammar are in state ``FREE``."""
+def _with_grammar_states(state: DecodeState, request: Request) -> DecodeState:
+    """Return ``state`` with states of grammars if ``request`` has any, and else without.
+
+    Rows without a grammar are in state ``FREE``.
+    """
     history = state.history
-    if history.state is None:
+    if request.sampling.automaton is None:
+        history = history.replace(state=None)
+    elif history.state is None:
         history = history.replace(state=np.full(history.length.shape, FREE, np.int32))
     return state.replace(history=history)

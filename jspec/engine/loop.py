@@ -351,36 +351,50 @@ def prefill(
     chunk: Array,
     start: Array,
     valid: Array,
+    ready: Array,
+    rows: Array | None = None,
     scoring: Scoring | None = None,
     table: Array | None = None,
 ) -> tuple[DecodeState, Logprobs | None]:
-    """Prefill a chunk of the prompts into the caches of target and drafter.
+    """Prefill chunks of the prompts of Q rows, in the caches of target and drafter.
 
-    A prompt's last token is not prefilled: it is the root of the first round.
+    A prompt's last token is not prefilled: it is the root of the first round. Between two chunks a
+    row is done, and its history ends one token behind what the caches hold.
 
     Args:
       plan: static.
       params: weights.
       state: consumed; the caches hold the first ``start`` tokens of every prompt that is longer.
-        Its history is not read, and may be None.
-      chunk: int32 [B, C+1], C tokens and one of look-ahead.
-      start: int32 [B], position of the chunk's first token.
-      valid: int32 [B], number of the C tokens that each sequence prefills.
+      chunk: int32 [Q, C+1], C tokens and one of look-ahead, which the history gets too.
+      start: int32 [Q], position of the chunk's first token.
+      valid: int32 [Q], number of the C tokens that each row prefills.
+      ready: bool [Q], rows whose prompts are complete now. They take part in the next round.
+      rows: int32 [Q], distinct; those beyond the batch are padding. None for all rows.
       scoring: static; how to score the C tokens after the chunk's first. None: no scores.
       table: as of ``launch``.
     """
     state = state.attached(table)
-    cache, memory = state.cache, state.memory
-    batch, size = chunk.shape[0], chunk.shape[1] - 1
-    tree = trees.chain_tree(batch, size)
+    size, batch = chunk.shape[1] - 1, state.done.shape[0]
+    whole = state.cache, state.memory
+    cache, memory = whole if rows is None else kv_cache.rows_of(whole, rows)
+    tree = trees.chain_tree(len(start), size)
     out = _forward(plan, params, chunk[:, :-1], tree, cache)
     prefilled = plan.drafter.prefill(params, memory, chunk, out.features, start, valid)
     shape_checks.check_carry(plan.drafter, {"memory": memory}, {"memory": prefilled}, prompt=True)
     scores = None
     if scoring is not None:
         scores = logprobs.score(out.logits, chunk[:, 1:], scoring.count, scoring.mode)
-    cache = kv_cache.append_prompt(cache, out.tree_kv, valid)
-    state = state.replace(cache=cache, memory=prefilled)
+    part = kv_cache.append_prompt(cache, out.tree_kv, valid), prefilled
+    cache, memory = part if rows is None else kv_cache.with_rows(whole, rows, part)
+    rows = jnp.arange(batch) if rows is None else rows
+    positions = start[:, None] + jnp.arange(size + 1)
+    old = state.history
+    history = old.replace(
+        tokens=old.tokens.at[rows[:, None], positions].set(chunk, mode="drop"),
+        length=old.length.at[rows].set(start + valid + 1, mode="drop"),
+    )
+    done = state.done.at[rows].set(~ready, mode="drop")
+    state = state.replace(history=history, cache=cache, memory=memory, done=done)
     return state if table is None else state.detached(), scores
 
 

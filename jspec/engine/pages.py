@@ -295,7 +295,11 @@ class Pool:
 
         At least one token is left for the prefill, since some drafters start from its features.
         """
-        return self.table.known(digests[: max(len(text) - 2, 0) // self.table.size])
+        return self.table.known(digests[: self.most_shared(text)])
+
+    def most_shared(self, text: np.ndarray) -> int:
+        """Return the number of pages that ``text`` [n] may share."""
+        return max(len(text) - 2, 0) // self.table.size
 
     @property
     def usage(self) -> float:
@@ -328,7 +332,7 @@ class Holding:
         if self.pool is None:
             return 0
         table, size = self.pool.table, self.pool.table.size
-        self._digests = self.pool.digests_of(text, self.salt)
+        self._digests = self.pool.digests_of(text, self.salt, self._digests)
         known = self.pool.shared(text, self._digests) if reads_known else []
         table.hold(known)
         taken = self.pool.take(table.pages_of(len(text)) - len(known), spare)
@@ -339,6 +343,17 @@ class Holding:
         self.pool.queries += len(text) - 1
         self.pool.hits += len(known) * size
         return len(known) * size
+
+    def follows(self, text: np.ndarray, others: Iterable["Holding"]) -> bool:
+        """Return whether another sequence will know the next page that ``text`` could share."""
+        if self.pool is None or not self.pool.shares_prefixes:
+            return False
+        self._digests = self.pool.digests_of(text, self.salt, self._digests)
+        num_known = len(self.pool.shared(text, self._digests))
+        if num_known == self.pool.most_shared(text):
+            return False
+        following = self._digests[num_known]
+        return any(each._digests[num_known : num_known + 1] == [following] for each in others)
 
     def grow(self, num_tokens: int) -> bool:
         """Have pages for a text of ``num_tokens``; return whether there were enough."""
@@ -384,7 +399,7 @@ class Holding:
         """Give all pages back; unless ``is_clean``, they may hold NaN."""
         if self.pool is not None:
             self.pool.table.drop(self.pages, is_clean=is_clean)
-        self.pages, self._digests, self._num_shared, self._num_known = [], [], 0, 0
+        self.pages, self._num_shared, self._num_known = [], 0, 0
 
 
 def table_of(holdings: Sequence[Holding | None], pool: Pool | None, capacity: int):

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jspec.engine import admission
+from jspec.engine import slots
 from jspec.engine.loop import cancel, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 
@@ -23,7 +23,7 @@ MOST_BYTES = 3 << 29
 _BYTES_IN_MEMORY = 14  # of a program, for each of its serialized form: 12 to 16 were measured
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event; it has the time in seconds
 _LONG = 0.5  # seconds of a compilation that leaves much memory behind
-_STEPS = launch, draft_alone, verify_alone, prefill, cancel, admission.join, admission.allocate
+_STEPS = launch, draft_alone, verify_alone, prefill, cancel, slots.seat, slots.allocate
 _STEP_OF = {f"jit_{step.__name__}": step for step in _STEPS}
 
 RELEASES = collections.Counter()  # of the programs of each step, in this process

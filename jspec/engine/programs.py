@@ -17,8 +17,8 @@ import platformdirs
 
 from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
-from jspec.core.types import History, Request
-from jspec.engine import admission
+from jspec.core.types import Request
+from jspec.engine import chunks, slots
 from jspec.engine.engine import Engine
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
@@ -89,7 +89,7 @@ class Programs:
                 self._known.clear()
                 self._asked.clear()
             self._follows |= sequences[0].followed_grammar is not None
-            every = [*self._launches(sequences, scoring), *self._prefills(sequences[0], scoring)]
+            every = [*self._launches(sequences, scoring), *self._prefills(scoring)]
             missing = {key: lowering for key, lowering in every if key not in self._known}
             _compile(list(missing.values()), on_progress)
             self._known |= missing.keys()
@@ -132,17 +132,18 @@ class Programs:
         lower = functools.partial(verify_alone.lower, plan, profile, *given)
         yield ("verify", plan, profile, form), lower
 
-    def _prefills(
-        self, sequence: SequenceParams, scoring: Scoring | None
-    ) -> Iterator[tuple[Any, Lowering]]:
+    def _prefills(self, scoring: Scoring | None) -> Iterator[tuple[Any, Lowering]]:
         engine, scoring = self._engine, scoring if scoring and scoring.prompt else None
-        table = table_of([None], engine.pool, engine.capacity)
-        _, state = self._shapes([sequence], engine.profile.grown([sequence]))
-        one = np.zeros(1, np.int32)
-        for width in admission.chunk_widths(engine.capacity, scoring):
-            inputs = state.replace(history=None), np.zeros((1, width + 1), np.int32), one, one
-            given = engine.plan, engine.params, *inputs, scoring, table
-            yield ("prefill", width, scoring), functools.partial(prefill.lower, *given)
+        rows = [None] * engine.num_slots
+        table = table_of(rows, engine.pool, engine.capacity)
+        _, state = self._shapes(rows, Profile())
+        for size in chunks.sizes(engine.num_slots, scoring):
+            if size.width > chunks.TOTALS[0] and size.width // 2 >= engine.capacity:
+                continue  # no prompt is as long
+            arrays = chunks.assemble([], [], size)
+            given = state, *arrays, np.zeros(size.rows, np.int32), scoring, table
+            lower = functools.partial(prefill.lower, engine.plan, engine.params, *given)
+            yield ("prefill", size, scoring), lower
 
     def _shapes(
         self, rows: Sequence[SequenceParams | None], profile: Profile, grammars: Any = ()
@@ -150,12 +151,12 @@ class Programs:
         """Return the shapes of rows in the engine."""
         engine, size = self._engine, len(rows)
         request, streams = request_of(rows, profile, engine.plan.target.vocab_size, grammars)
-        tokens = np.zeros((size, admission.buffer_size(engine.plan, engine.capacity)), np.int32)
-        lengths = np.ones(size, np.int32)
-        history = History(tokens, lengths, token_fsm.first_state(request.sampling.automaton))
-        cached = None if engine.pool is None else lengths
-        inputs = request, streams, history, np.zeros(size, bool), cached
-        request, state = admission.allocate.eval_shape(engine.plan, engine.params, *inputs)
+        request = slots.with_keys.eval_shape(request, streams)
+        capacity = slots.buffer_size(engine.plan, engine.capacity)
+        inputs = engine.plan, engine.params, size, capacity, engine.pool is not None
+        state = slots.allocate.eval_shape(*inputs)
+        states = token_fsm.first_state(request.sampling.automaton)
+        state = state.replace(history=state.history.replace(state=states))
         if engine.pool is not None:
             shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
             state = state.replace(pools=jax.tree.map(shape, engine.pool.buffers))

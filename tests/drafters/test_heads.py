@@ -11,7 +11,7 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters import Eagle
-from jspec.engine import admission, loop
+from jspec.engine import chunks, loop
 from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
@@ -121,7 +121,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
     plan, params = plan_of(drafter), params_of(method, "random")
     rows = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]
     whole = host.start(plan, params, rows).state.memory
-    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(chunks, "TOTALS", (16,))
     parts = host.start(plan, params, rows).state.memory
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)
     if method == "medusa":

@@ -12,7 +12,7 @@ from jspec.checkpoints import checkpoint, stitching
 from jspec.checkpoints.heads import head_files
 from jspec.core.types import Params
 from jspec.drafters import Mtp
-from jspec.engine import admission
+from jspec.engine import chunks
 from jspec.engine import functional as host
 from tests import tiny
 from tests.drafters import heads, mtps, rounds
@@ -135,7 +135,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
         host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 2, 17, 18, 40))
     ]
     whole = host.start(rounds.plan_of(drafter), params, rows).state.memory
-    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(chunks, "TOTALS", (16,))
     parts = host.start(rounds.plan_of(drafter), params, rows).state.memory
     for module, (part, one) in enumerate(zip(parts, whole, strict=True)):
         lengths = np.maximum(np.array([0, 1, 16, 17, 39]) - module, 0)

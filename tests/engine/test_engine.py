@@ -1,5 +1,6 @@
 """The engine: sequences that join and leave have the texts that they have alone."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,16 +9,18 @@ import pytest
 
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
-from jspec.engine import admission
-from jspec.engine import engine as engine_module
+from jspec.engine import chunks
 from jspec.engine import functional as host
+from jspec.engine.chunks import Chunk
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.grammar import automata
+from jspec.models import decoder
 from tests import tiny
 from tests.plain_processors import Spelling
 
+LONG = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, max_positions=2048))
 TOKENIZER, END = Spelling(("", "a", "b", "ab", "ba", "aa", "1", "2", "12", ":", "x")), 0
 DRAFTERS = {"none": tiny.NONE, "ngram": tiny.NGRAM, "draft_model": tiny.DRAFT}
 LENGTHS = [1, 17, 5, 40, 9, 2, 23, 70, 12]
@@ -91,22 +94,85 @@ def test_a_long_prompt_does_not_hold_up_those_who_run():
     assert texts([engine.run([short])[0]]) == texts(alone(plan, [short]))
 
 
-@pytest.mark.parametrize("padding", [0, 10_000])
-def test_slots_of_an_idle_engine_are_filled_before_the_first_round(padding, monkeypatch):
-    monkeypatch.setattr(engine_module, "_PADDING", padding)  # one by one, and together
-    lengths = (100, 3, 100, 3)
-    plan = Plan(tiny.TARGET, tiny.NONE)
-    sequences = [host.SequenceParams(prompt, max_tokens=12) for prompt in tiny.prompts(lengths)]
-    launches = []
+def test_a_row_waits_for_128_tokens_at_most_while_a_prompt_of_2000_joins():
+    plan = Plan(LONG, tiny.NONE)
+    engine = Engine(plan, tiny.params(), num_slots=4, capacity=2048)
+    first = engine.submit(host.SequenceParams((1, 2, 3), max_tokens=120), rounds=1)
+    for _ in range(4):
+        engine.step()
+    assert not engine.is_idle and engine.num_prefilled == 2
+    second = engine.submit(host.SequenceParams(tiny.prompts((2000,))[0], max_tokens=2))
+    rounds, read = [], []
+    while not second.answer.rounds:
+        before = engine.prefills.copy()
+        engine.step()
+        rounds.append(first.answer.rounds)
+        read.append(sum(size.total * count for size, count in (engine.prefills - before).items()))
+    assert sorted(set(read)) == [0, 128] and sum(read) == 16 * 128
+    assert (np.diff(rounds) > 0).all()  # the row ran between any two of them
+    assert not first.finished
+
+
+def test_an_idle_engine_reads_a_long_prompt_in_chunks_of_512():
+    engine = Engine(Plan(LONG, tiny.NONE), tiny.params(), num_slots=1, capacity=2048)
+    engine.run([host.SequenceParams(tiny.prompts((2000,))[0], max_tokens=2)])
+    assert engine.prefills == {Chunk(1, 512): 4}
+
+
+def test_slots_of_an_idle_engine_are_filled_before_the_first_round():
+    plan, launches = Plan(tiny.TARGET, tiny.NONE), []
+    sequences = [
+        host.SequenceParams(prompt, max_tokens=12) for prompt in tiny.prompts((100, 3, 100, 3))
+    ]
     engine = engine_of(plan, num_slots=4, on_launch=launches.append)
     assert texts(engine.run(sequences)) == texts(alone(plan, sequences))
     assert sum(int(launch.rounds) for launch in launches) == 12
 
 
-def test_prompts_are_read_together_unless_padding_takes_longer():
-    cost = admission.prefill_cost
-    assert cost(65, rows=8) < 8 * cost(65)
-    assert cost(700, rows=8) > 2 * cost(700) + 6 * cost(50)
+def test_a_reader_has_its_first_text_before_all_prompts_are_read():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    sequences = [host.SequenceParams(prompt, max_tokens=4) for prompt in tiny.prompts((120,) * 3)]
+    engine = engine_of(plan, num_slots=4)
+    tickets = [engine.submit(sequence, rounds=1) for sequence in sequences]
+    while not tickets[0].answer.rounds:
+        engine.step()
+    assert engine.num_prefilled < 3 * 119
+    while not engine.is_idle:
+        engine.step()
+    assert texts(ticket.answer for ticket in tickets) == texts(alone(plan, sequences))
+
+
+def test_short_prompts_that_wait_together_share_passes():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    sequences = [host.SequenceParams(prompt, max_tokens=4) for prompt in tiny.prompts((65,) * 8)]
+    engine = engine_of(plan, num_slots=8)
+    assert texts(engine.run(sequences)) == texts(alone(plan, sequences))
+    assert engine.prefills == {Chunk(8, 64): 1} and engine.num_prefilled == 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("left", "passes"),
+    [
+        ([1], [(1, 16)]),
+        ([64], [(1, 128)]),
+        ([129], [(1, 128), (1, 16)]),
+        ([300], [(1, 128)] * 3),
+        ([500], [(1, 512)]),
+        ([1400], [(1, 512)] * 2 + [(1, 128)] * 3),
+        ([12] * 8, [(8, 16)]),
+        ([64] * 8, [(8, 64)]),
+        ([500] * 2, [(1, 512)] * 2),
+        ([400, 20, 20, 20], [(1, 512), (8, 16), (8, 16)]),
+    ],
+)
+def test_passes_compute_few_tokens_that_are_padding(left, passes):
+    seen, left = [], list(left)
+    while left:
+        size = chunks.choose(left, chunks.sizes(8))
+        seen.append(tuple(size))
+        left = [max(tokens - size.width, 0) for tokens in left[: size.rows]] + left[size.rows :]
+        left = [tokens for tokens in left if tokens]
+    assert seen == passes
 
 
 def test_jobs_start_by_priority_and_then_by_arrival():

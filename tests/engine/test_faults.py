@@ -11,7 +11,7 @@ import pytest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
 from jspec.drafters import Suffix
-from jspec.engine import admission, engine, loop, profile
+from jspec.engine import engine, loop, profile
 from jspec.engine.engine import Engine
 from jspec.engine.functional import SequenceParams
 from jspec.engine.pages import Pool
@@ -218,8 +218,8 @@ def test_sequences_have_their_texts_after_a_launch_that_failed_once(monkeypatch,
 
 def test_a_prefill_that_fails_once_is_repeated(monkeypatch):
     expected = texts()
-    once = failing(admission.prefill, lambda number: number == 1)
-    monkeypatch.setattr(admission, "prefill", once)
+    once = failing(loop.prefill, lambda number: number == 1)
+    monkeypatch.setattr(engine, "prefill", once)
     served = made()
     assert finished(served, [served.submit(row) for row in ROWS]) == expected
 
@@ -261,15 +261,17 @@ def test_a_function_that_raises_in_a_running_program_ends_its_own_request_alone(
     assert "of a user" in str(tickets[1].error) or "callback" in str(tickets[1].error).lower()
 
 
-def test_a_prompt_that_cannot_be_staged_ends_alone_while_the_others_run_on(monkeypatch):
-    def staged(rows, *args):
-        if len(rows) == 1 and rows[0].stream == 3:
+def test_a_sequence_that_cannot_be_seated_ends_alone_while_the_others_run_on(
+    monkeypatch,
+):
+    def written(rows, *args):
+        if any(row is not None and row.stream == 3 for row in rows):
             raise OverflowError("too large for int32")
         return profile.request_of(rows, *args)
 
     expected = texts()
-    monkeypatch.setattr(engine, "request_of", staged)
-    served = made(joins_together=False)
+    monkeypatch.setattr(engine, "request_of", written)
+    served = made()
     tickets = [served.submit(row) for row in ROWS]
     answers = finished(served, tickets)
     assert "OverflowError: too large for int32; what it asks" in str(tickets[3].error)
@@ -282,7 +284,7 @@ def test_an_interruption_while_a_state_is_allocated_loses_no_sequence(monkeypatc
         raise KeyboardInterrupt
 
     expected = texts()
-    served = made(joins_together=False)
+    served = made()
     tickets = [served.submit(row) for row in ROWS]
     with monkeypatch.context() as once:
         once.setattr(engine, "request_of", interrupted)

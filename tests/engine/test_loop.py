@@ -14,7 +14,7 @@ from jspec.core.types import Params
 from jspec.drafters import DraftModel
 
 # As attributes of the package these names are the functions, not the modules.
-from jspec.engine import admission, loop
+from jspec.engine import chunks, loop
 from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
@@ -327,32 +327,8 @@ def test_a_long_prompt_is_prefilled_in_chunks(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     inputs = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
     whole = texts(host.generate_sequences(plan, params, inputs))
-    monkeypatch.setattr(admission, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(chunks, "TOTALS", (16,))
     assert texts(host.generate_sequences(plan, params, inputs)) == whole
-
-
-@pytest.mark.parametrize(
-    ("length", "widths"),
-    [
-        (2, [16]),
-        (64, [64]),
-        (130, [128, 16]),
-        (193, [128, 64]),
-        (200, [256]),
-        (257, [256]),
-        (300, [256, 64]),
-        (500, [512]),
-        (790, [512, 256, 32]),
-        (1400, [512, 512, 256, 128]),
-    ],
-)
-def test_a_prompt_is_read_in_chunks_with_little_padding(length, widths):
-    chunks = []
-    while length > 1:
-        chunks.append(admission.chunk_width(length))
-        length -= chunks[-1]
-    assert chunks == widths
-    assert set(chunks) <= set(admission.chunk_widths(1401))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from jspec.core import kv_cache
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.drafters import DraftModel
-from jspec.engine import admission, memory, pages
+from jspec.engine import chunks, memory, pages, slots
 from jspec.engine import functional as host
+from jspec.engine.chunks import Chunk
 from jspec.engine.engine import Engine
 from jspec.engine.loop import prefill
 from jspec.engine.pages import Holding, PageTable, Pool
 from jspec.engine.plan import Plan
-from jspec.engine.profile import Profile, request_of
 from jspec.grammar import automata
 from jspec.models import decoder
 from tests import fakes, tiny
@@ -219,6 +219,23 @@ def test_the_youngest_of_the_lowest_priority_is_preempted():
     assert late.num_preemptions > 0
 
 
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_sequences_that_arrive_together_read_their_prefix_once(name):
+    drafter, weights = DRAFTERS["eagle3"]["paths"]
+    plan = Plan(tiny.TARGET, tiny.NONE if name == "none" else drafter, "coupled")
+    params = Params(tiny.params().target, None if name == "none" else weights())
+    row = host.SequenceParams(tuple(STEM), max_tokens=6, temperature=0.8)
+    rows = [dataclasses.replace(row, stream=stream) for stream in range(3)]  # n = 3
+    rows += [dataclasses.replace(row, prompt=(*STEM[:22], *STEM[:9]))]  # shares five pages
+    engine, others = paged(plan, params, AMPLE), paged(plan, params, AMPLE)
+    tickets = run(engine, rows)
+    others.pool.shares_prefixes = False
+    assert texts(tickets) == texts(run(others, rows))
+    # 39 tokens once; then what full pages do not hold, or the last one for EAGLE.
+    assert engine.num_prefilled == 39 + 2 * 3 + 10
+    assert [ticket.answer.num_cached_tokens for ticket in tickets] == [0, 36, 36, 20]
+
+
 def test_prompts_that_are_scored_are_read_anew():
     plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
     engine, row = paged(plan, params, AMPLE), host.SequenceParams(tuple(STEM), max_tokens=4)
@@ -323,7 +340,7 @@ class _Counted:
     def take(self, count, spare=0):
         return self.table.take(count) if self.table.num_free >= count + spare else None
 
-    shared = Pool.shared
+    shared, most_shared = Pool.shared, Pool.most_shared
 
 
 def consistent(table, holdings, contents):
@@ -505,15 +522,16 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     assert not jax.tree.leaves(cache.layers)[0][0].any()  # the page of nobody
 
 
+@pytest.mark.parametrize("size", [Chunk(1, 32), Chunk(2, 16)])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_a_prefill_writes_its_pages_without_copying_the_pool(dtype):
+def test_a_prefill_writes_its_pages_without_copying_the_pool(dtype, size):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     pool = Pool(plan, params, num_pages=23, page_size=16, dtype=dtype)
-    table = jnp.arange(1, 5)[None]
-    request, streams = request_of([None], Profile(), tiny.VOCAB)
-    begun = admission.begin(plan, params, request, streams, [], 64, None, np.zeros(1, int), table)
-    state, one = begun.state.replace(history=None), jnp.zeros(1, jnp.int32)
-    given = pool.lend(state), jnp.zeros((1, 33), jnp.int32), one, one, None, table
+    table = jnp.arange(1, 13).reshape(3, 4)
+    state = slots.allocate(plan, params, 3, 64, has_pages=True)
+    arrays = chunks.assemble([STEM[:33]] * size.rows, [0] * size.rows, size)
+    rows = np.arange(size.rows, dtype=np.int32)
+    given = pool.lend(state), *arrays, rows, None, table
     compiled = prefill.lower(plan, params, *given).compile()
     shapes = tuple({leaf.shape for leaf in jax.tree.leaves(pool.buffers)})
     read = figures.read(compiled, shapes)

@@ -48,7 +48,7 @@ def engine_of(name, has_pages):
     plan = Plan(tiny.TARGET, DRAFTERS[name], packed=True)
     pool = Pool(plan, tiny.params(), num_pages=40, page_size=16) if has_pages else None
     size = dict(num_slots=3, capacity=100, profile=Profile(rounds=3))
-    return Engine(plan, tiny.params(), pool=pool, joins_together=False, **size)
+    return Engine(plan, tiny.params(), pool=pool, **size)
 
 
 def sequences(lengths=(1, 20, 60, 90), **settings):
@@ -63,8 +63,8 @@ def test_what_is_compiled_ahead_serves_prompts_of_all_lengths(name, has_pages, c
     programs = Programs(engine)
     programs.compile(rows[:1], on_progress=lambda *each: progress.append(each))
     num_launches = len(engine.paces)
-    assert compiled() == ["launch"] * num_launches + ["prefill"] * 4
-    assert progress == [(done, num_launches + 4) for done in range(num_launches + 5)]
+    assert compiled() == ["launch"] * num_launches + ["prefill"] * 3
+    assert progress == [(done, num_launches + 3) for done in range(num_launches + 4)]
     programs.compile(rows[1:2])
     engine.warm_up(rows[:1])
     answers = engine.run(rows)

@@ -145,8 +145,14 @@ class Suffix(Drafter):
         return SuffixMemory(own_text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Count the prompt's tokens; the first chunk may follow cached ones."""
-        return memory.replace(start=jnp.where(valid > 0, start + valid + 1, memory.start))
+        """Count the prompt's tokens; the first chunk may follow cached ones.
+
+        Rounds of other rows between two chunks find no response to store yet.
+        """
+        return memory.replace(
+            start=jnp.where(valid > 0, start + valid + 1, memory.start),
+            stored=memory.stored & (valid == 0),
+        )
 
     def propose(self, params, request, shared, memory, history):
         """Draft what followed most often."""

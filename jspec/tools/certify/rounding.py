@@ -16,7 +16,7 @@ from jax import lax
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.types import Array, History, Params, Sampling, Target
 from jspec.drafters import NoDrafter
-from jspec.engine.admission import PREFILL_CHUNK
+from jspec.engine import chunks
 from jspec.engine.loop import DecodeState, prefill
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
@@ -73,17 +73,19 @@ def _scored(
     """Logits before each token of ``text`` in passes of ``width`` tokens and ``batch`` rows."""
     size = bucket(len(text))
     count = -(-size // width)
-    capacity = bucket(len(prompt)) + count * width + PREFILL_CHUNK
+    most = chunks.TOTALS[-1]
+    capacity = bucket(len(prompt)) + count * width + most
     plan, weights = Plan(target, NoDrafter()), Params(params.target)
     last = len(prompt) - 1  # not prefilled
     state = _empty(target, batch, capacity)
-    step = min(bucket(last, smallest=16), PREFILL_CHUNK)
+    step = min(bucket(last, smallest=16), most)
     for begin in range(0, last, step):
         chunk = np.zeros((batch, step + 1), np.int32)  # with a token of look-ahead
         part = prompt[begin : begin + step + 1]
         chunk[:, : len(part)] = part
         counts = np.full(batch, min(last - begin, step), np.int32)
-        state, _ = prefill(plan, weights, state, chunk, np.full(batch, begin, np.int32), counts)
+        start, ready = np.full(batch, begin, np.int32), np.zeros(batch, bool)
+        state, _ = prefill(plan, weights, state, chunk, start, counts, ready)
     fed = np.zeros(count * width, np.int32)
     fed[: len(text)] = [prompt[-1], *text[:-1]]
     logits = _feed(target, params.target, state.cache, fed.reshape(count, width))
