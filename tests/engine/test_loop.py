@@ -57,13 +57,13 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     assert len(traced) == 1
 
 
-def test_a_group_of_sequences_launches_three_programs_and_no_small_ones(caplog):
+def test_a_group_of_sequences_launches_four_programs_and_no_small_ones(caplog):
     plan, params, inputs = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), sequences()
     jax.clear_caches()
     with jax.log_compiles():
         host.generate_sequences(plan, params, inputs, profile=Profile(scoring=Scoring(2)))
     launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
-    assert sorted(launched) == ["allocate", "launch", "prefill"]
+    assert sorted(launched) == ["allocate", "launch", "prefill", "seat"]
 
 
 @functools.cache
