@@ -438,16 +438,17 @@ class Engine:
 
         None: there is none. A sequence waits while another one prefills what its text begins with.
         """
-        passed, found = [], None
-        while found is None and len(passed) < len(self._free_slots) and self._may_join():
+        behind = []  # sequences that wait for a prefix
+        while len(behind) < len(self._free_slots) and self._may_join():
             ticket = heapq.heappop(self._waiting)
-            if self._waits_for_prefix(ticket):
-                passed.append(ticket)
-            else:
-                found = ticket
-        for ticket in passed:
-            heapq.heappush(self._waiting, ticket)
-        return found
+            if not self._waits_for_prefix(ticket):
+                break
+            behind.append(ticket)
+        else:
+            ticket = None
+        for each in behind:
+            heapq.heappush(self._waiting, each)
+        return ticket
 
     def _waits_for_prefix(self, ticket: Ticket) -> bool:
         """Return whether another sequence prefills the next page of the text just now."""
