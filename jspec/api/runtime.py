@@ -296,7 +296,6 @@ class Runtime:
                 shared=self._shared,
                 pool=self.pool,
                 on_launch=self._see,
-                joins_together=not self._num_pins,
             )
         return self._engine
 
