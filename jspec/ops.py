@@ -144,13 +144,9 @@ def attention(
     positions: Array | None = None,
     soft_cap: float | None = None,
     table: Array | None = None,
-    first_only: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
-
-    ``first_only``, bool [B], marks rows whose results are undefined but for the first node, which
-    sees no other. A CPU with pages computes no other node of them.
 
     ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
     None is what measurements of ``benchmarks/kernels.py`` on the device show to be faster: the
@@ -171,7 +167,7 @@ def attention(
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
     if implementation is None and _is_kernel_faster(q, tree_k, cache_k, table):
         named = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
-        run = functools.partial(attention, **named, table=table, first_only=first_only)
+        run = functools.partial(attention, **named, table=table)
         by = lambda name: functools.partial(run, implementation=name)
         arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length)
         return lax.platform_dependent(*arrays, cuda=by("pallas_gpu"), default=by("reference"))
@@ -188,7 +184,7 @@ def attention(
     if table is not None:
         block = reference.accelerator_block(table.shape[1] * cache_k.shape[2], rows)
         on_accelerator = functools.partial(run, block=block)
-        on_cpu = functools.partial(_row_by_row, on_cpu, first_only)
+        on_cpu = functools.partial(on_cpu, by_row=True)
         return lax.platform_dependent(*arrays, table, cpu=on_cpu, default=on_accelerator)
     slots = cache_k.shape[2]
     block, group = reference.accelerator_block(slots, rows), reference.cpu_group(cache_k)
@@ -206,30 +202,6 @@ def _by_groups(run: Callable[..., Array], size: int, *arrays: Array | None) -> A
     split = lambda x: x.reshape(-1, size, *x.shape[1:])
     out = lax.map(lambda group: run(*group), jax.tree.map(split, arrays))
     return out.reshape(-1, *out.shape[2:])
-
-
-def _row_by_row(run: Callable, first_only: Array | None, *arrays: Array | None) -> Array:
-    """Run over the pages of one sequence at a time: a CPU then reads no page that nobody needs."""
-    q, tree_k, tree_v, ancestors, pool_k, pool_v, length, positions, table = arrays
-    if len(q) == 1:
-        return run(*arrays)
-
-    def row(first_only, q, tree_k, tree_v, ancestors, length, positions, table) -> Array:
-        def all_nodes() -> Array:
-            return run(q, tree_k, tree_v, ancestors, pool_k, pool_v, length, positions, table)
-
-        def first_node() -> Array:
-            mine = (*(x[:, :, :1] for x in (q, tree_k, tree_v)), ancestors[:, :1, :1])
-            at = None if positions is None else positions[:, :1]
-            out = run(*mine, pool_k, pool_v, length, at, table)
-            return jnp.pad(out, ((0, 0), (0, 0), (0, q.shape[2] - 1), (0, 0)))
-
-        if first_only is None or q.shape[2] == 1:
-            return all_nodes()
-        return lax.cond(first_only[0], first_node, all_nodes)
-
-    rows = (first_only, q, tree_k, tree_v, ancestors, length, positions, table)
-    return _by_groups(row, 1, *rows)
 
 
 def _is_kernel_faster(*arrays: Array | None) -> bool:

@@ -47,7 +47,7 @@ class Budget:
 
 
 def expected(passes: tuple[Pass, ...], survival: Array, rows: Array, xp=np) -> Array:
-    """Return the tokens that a round in each pass is expected to emit, [P].
+    """Return the tokens that a round in each pass is expected to emit, [P]; 0 if it is too small.
 
     Args:
       passes: P sizes.
@@ -61,5 +61,6 @@ def expected(passes: tuple[Pass, ...], survival: Array, rows: Array, xp=np) -> A
         if packed:
             likeliest = xp.sort(taken)[::-1]
             taken = xp.where(xp.arange(taken.size) < total - rows, likeliest, 0)
-        emitted.append(rows + taken.sum())
+        holds = total >= rows if packed else True
+        emitted.append(xp.where(holds, rows + taken.sum(), 0))
     return xp.stack(emitted)

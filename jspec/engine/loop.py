@@ -247,12 +247,13 @@ def _verify(
     Return the number of nodes that its matmuls ran over too, int32 []. Branches may read the cache
     for free. None may return it, which would copy it.
     """
-    passes, listed = plan.passes(draft.tokens.shape[0]), draft.valid & ~state.done[:, None]
+    batch, listed = draft.tokens.shape[0], draft.valid & ~state.done[:, None]
+    passes, programs = plan.passes(batch), plan.programs(batch)
 
-    def in_pass(size: Pass) -> Callable:
+    def in_pass(sizes: Sequence[Pass]) -> Callable:
         def run() -> tuple[TargetOutput, Verdict]:
             with jax.named_scope("target"):
-                nodes, part, out = run_pass(plan, size, params, state.cache, draft, tree, listed)
+                nodes, part, out = run_pass(plan, sizes, params, state.cache, draft, tree, listed)
             with jax.named_scope("accept"):
                 verdict = plan.verify(request, nodes, part, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
@@ -261,7 +262,8 @@ def _verify(
 
     index = smallest_pass(passes, listed)
     totals = jnp.array([size.total for size in passes], jnp.int32)
-    return *lax.switch(index, list(map(in_pass, passes))), totals[index]
+    branch = index if len(programs) > 1 else 0
+    return *lax.switch(branch, list(map(in_pass, programs))), totals[index]
 
 
 def smallest_pass(passes: Sequence[Pass], listed: Array) -> Array:
@@ -279,19 +281,22 @@ def smallest_pass(passes: Sequence[Pass], listed: Array) -> Array:
 
 def run_pass(
     plan: RoundPlan,
-    size: Pass,
+    sizes: Sequence[Pass],
     params: Params,
     cache: kv_cache.KVCache,
     draft: Draft,
     tree: Tree,
     listed: Array,
 ) -> tuple[Draft, Tree, TargetOutput]:
-    """Run the target on the first ``size.nodes`` nodes of a draft; return draft and tree cut so.
+    """Run the target on the first nodes of a draft; return draft and tree cut so.
 
-    A packed pass runs over the nodes of ``listed`` (bool [B, N]) alone.
+    In packed passes, matmuls run over the nodes of ``listed`` (bool [B, N]) alone, in the smallest
+    of ``sizes``, which have one number of nodes.
     """
-    nodes, part = _first_nodes(draft, size.nodes), trees.first_nodes(tree, size.nodes)
-    packing = packing_of(listed[:, : size.nodes], size.total) if size.packed else None
+    count, totals = sizes[-1].nodes, [size.total for size in sizes]
+    nodes, part = _first_nodes(draft, count), trees.first_nodes(tree, count)
+    is_list = totals[0] < len(listed) * count
+    packing = packing_of(listed[:, :count], totals) if is_list else None
     return nodes, part, _forward(plan, params, nodes.tokens, part, cache, packing)
 
 

@@ -1,7 +1,9 @@
 """The plan: all static settings of a generation, in one hashable value."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import jax
 
 from jspec import verify
 from jspec.core import packing, validation
@@ -31,19 +33,34 @@ class RoundPlan:
     node_buckets: tuple[int, ...] = ()
     # Whether passes run over lists of the valid nodes of all rows, in sizes of their own.
     packed: bool = False
+    platform: Literal["cpu", "gpu", "tpu"] | None = None  # that passes are for; None: JAX's default
 
     def passes(self, batch: int) -> tuple[Pass, ...]:
         """Return the sizes that the target's pass is compiled for, ascending.
 
         A round runs in the first that holds its valid nodes.
         """
-        whole = [Pass(nodes, batch * nodes, False) for nodes in self.node_buckets]
-        lists, most = [], self.node_buckets[-1]
-        if self.packed:
-            totals, sizes = {each.total for each in whole}, packing.sizes(batch, batch * most)
-            # No row has more nodes than the list, so attention needs no more of each row.
-            lists = [Pass(min(most, size), size, True) for size in sizes if size not in totals]
-        return tuple(sorted(whole + lists, key=lambda each: each.total))
+        platform, most = self.platform or jax.default_backend(), self.node_buckets[-1]
+        passes = [Pass(nodes, batch * nodes, False) for nodes in self.node_buckets]
+        sizes = packing.sizes(batch, batch * most, platform) if self.packed else ()
+        if platform == "cpu":
+            return tuple(Pass(most, size, True) for size in sizes) or tuple(passes)
+        # No row has more nodes than the list, so attention needs no more of each row.
+        passes += [Pass(min(most, size), size, True) for size in sizes[:-1]]
+        passes.sort(key=lambda each: each.total)
+        # Passes of few rows take the same time: the largest of them serves for all.
+        few = [each for each in passes if each.total <= packing.MATMULS[platform].free_rows]
+        return (*few[-1:], *passes[len(few) :])
+
+    def programs(self, batch: int) -> tuple[tuple[Pass, ...], ...]:
+        """Return the passes, grouped by the program that runs them.
+
+        On a CPU the matmuls of one program choose among lists of all sizes. On an accelerator each
+        pass is a program, as a choice costs more there.
+        """
+        passes = self.passes(batch)
+        is_one = all(each.packed for each in passes)
+        return (passes,) if is_one else tuple((each,) for each in passes)
 
     @property
     def effective_rule(self) -> verify.Rule:

@@ -66,6 +66,8 @@ def attention_over(
       ``attend``, and the list of cache entries that it fills: one per layer, with N slots.
     """
     positions = cache.length[:, None] + tree.depth
+    # Rows without listed nodes read nothing.
+    length = cache.length if packing is None else jnp.where(packing.rows, cache.length, 0)
     entries = list(cache.layers)  # attend replaces them
     last = len(entries) - 1
 
@@ -85,12 +87,11 @@ def attention_over(
             rows_at(visible, queried),
             entry.k,
             entry.v,
-            cache.length,
+            length,
             table=cache.table,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
             positions=rows_at(positions, queried),
-            first_only=None if packing is None else packing.first_only,
             implementation=implementation,
         )
         return mixed if packing is None else _by_tokens(packing.pack, mixed)

@@ -18,7 +18,15 @@ from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
 from jspec.models.attention import Attend, attention, attention_over
-from jspec.models.layers import Linear, affine, gated, normal, rms_norm, rows_at
+from jspec.models.layers import (
+    Linear,
+    affine,
+    gated,
+    normal,
+    packed_linear,
+    rms_norm,
+    rows_at,
+)
 from jspec.models.mla import MlaConfig, MlaParams
 from jspec.models.moe import MoeConfig, MoeParams
 from jspec.models.rope import RopeConfig
@@ -191,15 +199,22 @@ def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
     return ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
 
 
-def unembed(params: DecoderParams, config: DecoderConfig, x: Array, *, norm: bool = True) -> Array:
+def unembed(
+    params: DecoderParams,
+    config: DecoderConfig,
+    x: Array,
+    *,
+    norm: bool = True,
+    linear: Linear = ops.linear,
+) -> Array:
     """Return float32 logits [..., V] of the last residual stream [..., D].
 
     ``norm=False`` skips the final norm.
     """
     x = config.norm(x, params.norm) if norm else x
     if params.head is None:
-        return ops.linear(x, params.embedding, transposed=True)
-    return ops.linear(x, params.head)
+        return linear(x, params.embedding, transposed=True)
+    return linear(x, params.head)
 
 
 def trunk(
@@ -213,12 +228,14 @@ def trunk(
     capture_layers: tuple[int, ...] = (),
     remat: bool = False,
     rows: Array | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Run every block over x [B, T, D] at int32 positions [B, T].
 
     ``attend`` implements the attention: causal within x for training, over a cache for decoding.
     With ``remat`` a backward pass stores only the inputs of blocks and recomputes the rest. If
     ``rows`` [B, M] is given, the last block computes only these rows, and keys and values of all.
+    With a ``packing``, of which ``linear`` is, x are its entries.
 
     Returns:
       The last residual stream [B, T, D] (before the final norm), and the streams of
@@ -231,7 +248,8 @@ def trunk(
 
     def run(index: int, layer: LayerParams, x: Array) -> Array:
         last = index == len(params.layers) - 1
-        return block(layer, config, x, cos, sin, index, attend, linear, rows if last else None)
+        queried = rows if last else None
+        return block(layer, config, x, cos, sin, index, attend, linear, queried, packing)
 
     if remat:
         run = jax.checkpoint(run, static_argnums=0)
@@ -243,26 +261,32 @@ def trunk(
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def block(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
+def block(layer, config, x, cos, sin, index, attend, linear, rows=None, packing=None) -> Array:
     """Return the residual stream [B, T, D] after a block; ``index`` is passed to ``attend``.
 
     ``rows`` [B, M] restricts the output to [B, M, D].
     """
-    kind = attention if layer.mla is None else mla.attention
     with jax.named_scope("attention"):
         normed = config.norm(x, layer.attention_norm)
-        mixed = kind(layer, config, normed, cos, sin, index, attend, linear, rows)
+        if layer.mla is None:
+            mixed = attention(layer, config, normed, cos, sin, index, attend, linear, rows)
+        else:
+            mixed = mla.attention(
+                layer, config, normed, cos, sin, index, attend, linear, rows, packing
+            )
         x = rows_at(x, rows) + mixed
     with jax.named_scope("mlp"):
-        return x + mlp(layer, config, x, linear)
+        return x + mlp(layer, config, x, linear, packing)
 
 
-def mlp(layer, config, x, linear) -> Array:
+def mlp(layer, config, x, linear, packing=None) -> Array:
     """Return the output [B, T, D] of a block's norm and MLP (or experts) for x [B, T, D]."""
     normed = config.norm(x, layer.mlp_norm)
     if layer.moe is not None:
         shared = gated(normed, layer.gate_up, layer.down, linear)
-        return (moe.mixture(layer.moe, config.moe, normed) + shared).astype(x.dtype)
+        count = None if packing is None else packing.count
+        routed = moe.mixture(layer.moe, config.moe, normed, count=count)
+        return (routed + shared).astype(x.dtype)
     gate, up = jnp.split(affine(normed, layer.gate_up, layer.gate_up_bias, linear), 2, axis=-1)
     return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
 
@@ -291,13 +315,22 @@ def forward(
     """
     tree = trees.broadcast(tree, tokens.shape[0])
     attend, tree_kv = attention_over(cache, tree, packing=packing, **config.attention_options)
-    positions, unpack = cache.length[:, None] + tree.depth, lambda x: x
+    positions, unpack, linear = cache.length[:, None] + tree.depth, lambda x: x, ops.linear
     if packing is not None:
         tokens, positions = packing.pack(tokens), packing.pack(positions)
-        unpack = packing.unpack
+        unpack, linear = packing.unpack, packed_linear(packing)
     x = embed(params, config, tokens)
-    x, features = trunk(params, config, x, positions, attend, capture_layers=capture_layers)
-    logits = unpack(unembed(params, config, x))
+    x, features = trunk(
+        params,
+        config,
+        x,
+        positions,
+        attend,
+        linear=linear,
+        capture_layers=capture_layers,
+        packing=packing,
+    )
+    logits = unpack(unembed(params, config, x, linear=linear))
     return TargetOutput(logits, tuple(map(unpack, features)), tuple(tree_kv))
 
 

@@ -1,13 +1,18 @@
 """Arithmetic shared by all kinds of blocks."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jspec import ops
+from jspec.core.packing import Packing
 from jspec.core.types import Array
 
 Linear = Callable[[Array, Array], Array]
+
+_LEAST_SWITCHED = 2**14  # weights of a matrix that is not multiplied with all rows of a list
 
 
 def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 1.0) -> Array:
@@ -23,6 +28,18 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def packed_linear(packing: Packing) -> Linear:
+    """Return ``ops.linear`` over the first entries of x [1, M, D], as few as hold the list."""
+
+    def linear(x: Array, w: Array | ops.Transposed, *, transposed: bool = False) -> Array:
+        def run(x: Array) -> Array:
+            return ops.linear(x, w, transposed=transposed)
+
+        return run(x) if math.prod(w.shape) < _LEAST_SWITCHED else packing.over(run, x)
+
+    return linear
 
 
 def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:

@@ -14,12 +14,15 @@ times the multiplications of the expanded form.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core.packing import Packing
 from jspec.core.types import Array
 from jspec.models import rope as rope_lib
 from jspec.models.layers import normal, product, rms_norm, rows_at
@@ -75,23 +78,32 @@ def init_params(
     )
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
+def attention(
+    layer, config, x, cos, sin, index, attend, linear, rows=None, packing: Packing | None = None
+) -> Array:
     """Return the attention output [B, T, D] of a block for its normed input x [B, T, D].
 
     ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
     """
     mla, weights = config.mla, layer.mla
+    over = _over_all if packing is None else packing.over
     query, key = _latent_heads(mla, weights, x, cos, sin, linear)
     query = rows_at(query, rows)
     up = weights.kv_up.reshape(config.num_heads, -1, mla.kv_rank)
-    latent = product("bthn,hnr->bthr", query[..., : mla.nope_dim], up[:, : mla.nope_dim])
+    to_latent = functools.partial(product, "bthn,hnr->bthr", weights=up[:, : mla.nope_dim])
+    latent = over(to_latent, query[..., : mla.nope_dim])
     query = jnp.concatenate([latent, query[..., mla.nope_dim :].astype(latent.dtype)], -1)
     # Undo the scale of ``attend``, which divides by the square root of the width of its queries.
     query = query * (_score_scale(config) * mla.width**0.5)
     key = key.swapaxes(1, 2)
     mixed = attend(index, query.swapaxes(1, 2), key, key)[..., : mla.kv_rank]
-    values = product("bhtr,hvr->bthv", mixed, up[:, mla.nope_dim :])
+    to_values = functools.partial(product, "bthr,hvr->bthv", weights=up[:, mla.nope_dim :])
+    values = over(to_values, mixed.swapaxes(1, 2))
     return linear(values.reshape(*query.shape[:2], -1), layer.output).astype(x.dtype)
+
+
+def _over_all(function: Callable[[Array], Array], x: Array) -> Array:
+    return function(x)
 
 
 def _latent_heads(mla, weights, x, cos, sin, linear) -> tuple[Array, Array]:

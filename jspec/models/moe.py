@@ -97,15 +97,23 @@ def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
 
 
 def mixture(
-    params: MoeParams, moe: MoeConfig, x: Array, *, implementation: str | None = None
+    params: MoeParams,
+    moe: MoeConfig,
+    x: Array,
+    *,
+    count: Array | None = None,
+    implementation: str | None = None,
 ) -> Array:
     """Return the weighted sum of the selected experts for x [..., D], in float32 (or wider).
 
+    ``count``, int32 [], is the number of leading tokens that experts run for; None for all.
     ``implementation`` forces "blocks" or "ragged"; None is the device's default. "blocks" is not
     differentiable, because its loop has a dynamic length.
     """
     rows = x.reshape(-1, x.shape[-1])
     experts, weights = route(params, moe, rows)
+    if count is not None:  # no expert has this number, and the sort puts it last
+        experts = jnp.where(jnp.arange(len(rows))[:, None] < count, experts, moe.num_experts)
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=moe.num_experts).astype(jnp.int32)
     token, weight = order // moe.experts_per_token, weights.reshape(-1)[order]

@@ -33,7 +33,9 @@ _WORD = 32
 
 
 # Traced once for all layers of a network, and inlined into their program.
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block", "parts"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "window", "soft_cap", "block", "parts", "by_row")
+)
 def tree_attention(
     q: Array,
     tree_k: Array,
@@ -50,6 +52,7 @@ def tree_attention(
     soft_cap: float | None = None,
     block: int | None = None,
     parts: int = 1,
+    by_row: bool = False,
 ) -> Array:
     """Attend to ``[prefix, tree]``, with a softmax in float32.
 
@@ -76,6 +79,7 @@ def tree_attention(
       block: slots of the prefix at a time; None for the best choice on a CPU. Of pages
         that is one, or ``MANY_NODES_SLOTS`` slots for more than ``FEW_NODES`` nodes.
       parts: of the nodes, a divisor of N = M. With several, no node may see a later one.
+      by_row: with ``table``, read the pages of one row at a time, and none that it does not need.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -100,15 +104,19 @@ def tree_attention(
 
     mask = unpack(ancestors, tree_k.shape[2])
     carry = _in_parts(scores_of, rows, tree_k, tree_v, mask, parts)
-    scores_of = functools.partial(scores_of, rows)
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
+        scores_of_all = functools.partial(scores_of, rows)
         if table is None:
-            carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
+            carry = _stream_prefix(scores_of_all, cache_k, cache_v, visible, spread, carry, block)
         else:
             pools = cache_k, cache_v, table
             block = block or (1 if nodes <= FEW_NODES else MANY_NODES_SLOTS)
-            carry = _stream_pages(scores_of, pools, visible, spread, carry, block, widens)
+            if by_row:
+                seen = length, window, positions
+                carry = _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens)
+            else:
+                carry = _stream_pages(scores_of_all, pools, visible, spread, carry, block, widens)
     _, total, mixed = carry
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
 
@@ -238,12 +246,54 @@ def _stream_pages(scores_of, pools, visible, spread, carry, block, widens):
     return lax.fori_loop(first // (count * page), -(-end // (count * page)), step, carry)
 
 
+def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens):
+    """Add the pages of all rows to a running softmax, ``block`` slots of one row at a time.
+
+    One loop runs over the blocks of all rows.
+    """
+    pool_k, pool_v, table = pools
+    length, window, positions = seen
+    page, batch = pool_k.shape[2], len(table)
+    count = max(1, min(block // page, table.shape[1]))
+    turns, size = -(-table.shape[1] // count), count * page
+    table = jnp.pad(table, ((0, 0), (0, turns * count - table.shape[1])))
+    first = jnp.zeros_like(length)
+    if window is not None:
+        first = jnp.maximum(positions.min(1) - window + 1, 0) // size
+    steps = jnp.maximum(-(-length // size) - first, 0)
+    ends = jnp.cumsum(steps)
+    index = jnp.arange(batch * turns)
+    row = jnp.minimum((ends <= index[:, None]).sum(1, dtype=jnp.int32), batch - 1)
+    turn = jnp.clip(index - (ends - steps)[row] + first[row], 0, turns - 1)
+    # Unsigned indices need no test for negative ones.
+    of_step = jnp.stack([row, turn * size, length[row] - turn * size], 1).astype(jnp.uint32)
+    ids = table.reshape(batch * turns, count)[row * turns + turn].astype(jnp.uint32)
+
+    def step(index, carry):
+        row, start, left = lax.dynamic_index_in_dim(of_step, index, keepdims=False)
+        one = lambda x: lax.dynamic_slice_in_dim(x, row, 1)
+        slots = jnp.arange(size, dtype=jnp.uint32)
+        mask = (slots < left)[None, None]
+        if window is not None:
+            seen = start.astype(jnp.int32) + slots.astype(jnp.int32)
+            mask &= seen > one(positions)[:, :, None] - window
+        mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
+        page_ids = lax.dynamic_slice_in_dim(ids, index, 1)
+        keys, values = (_pages(pool, page_ids, widens) for pool in (pool_k, pool_v))
+        scores = functools.partial(scores_of, one(rows))
+        joined = _join(scores, keys, values, mask, jax.tree.map(one, carry))
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0)
+        return jax.tree.map(put, carry, joined)
+
+    return lax.fori_loop(jnp.uint32(0), ends[-1].astype(jnp.uint32), step, carry)
+
+
 def _pages(pool: Array, ids: Array, widens: bool) -> Array:
     """Return pages ``ids`` [B, n] side by side, [B, Hkv, n * page, D]."""
     if ids.shape[1] == 1:
-        stored = pool[ids[:, 0]]
+        stored = pool.at[ids[:, 0]].get(mode="promise_in_bounds")
     else:
-        stored = jnp.moveaxis(pool[ids], 1, 2)
+        stored = jnp.moveaxis(pool.at[ids].get(mode="promise_in_bounds"), 1, 2)
         stored = stored.reshape(*stored.shape[:2], -1, stored.shape[-1])
     if stored.dtype != jnp.uint16:
         return stored

@@ -69,25 +69,41 @@ def test_packed_passes_change_no_text_and_no_round(method, tree):
 @settings(deadline=None, max_examples=50)
 def test_packing_takes_every_listed_node_and_brings_it_back(listed):
     listed = np.array(listed)
-    size = int(listed.sum()) + 2
+    count = int(listed.sum())
     numbers = np.arange(listed.size).reshape(listed.shape)
-    packed = packing.packing_of(jnp.array(listed), size)
+    packed = packing.packing_of(jnp.array(listed), (count // 2, count, count + 2))
     flat = packed.pack(jnp.array(numbers))
-    assert flat.shape == (1, size)
+    assert flat.shape == (1, count + 2)
     assert flat[0, :-2].tolist() == numbers[listed].tolist()
     assert np.asarray(packed.unpack(flat))[listed].tolist() == numbers[listed].tolist()
+    assert packed.rows.tolist() == listed.any(1).tolist()
+    # Functions run over the smallest size that holds the list.
+    assert packed.over(lambda x: x + 1, flat)[0, :count].tolist() == (flat + 1)[0, :count].tolist()
+    assert (packed.over(lambda x: x + 1, flat)[0, count:] == 0).all()
 
 
-def test_sizes_are_between_a_node_a_row_and_all_nodes():
-    assert packing.sizes(8, 40) == (12, 20, 32)
-    assert packing.sizes(32, 160) == (48, 72, 108)
-    assert packing.sizes(2, 10) == packing.sizes(8, 8) == ()
+def test_lists_grow_by_what_a_matmul_costs_on_a_platform():
+    for rows, most in ((1, 5), (8, 40), (32, 160), (64, 1280)):
+        for platform, (least, reading, group) in packing.MATMULS.items():
+            sizes = packing.sizes(rows, most, platform)
+            assert sizes[-1] == most
+            assert all(size % group == 0 or size == 1 for size in sizes[:-1])
+            costs = np.maximum(sizes, least) + reading
+            assert (costs[1:-1] <= 1.4 * costs[:-2]).all()
+    assert packing.sizes(8, 40, "cpu") == (8, 20, 40)
+    assert packing.sizes(1, 5, "cpu") == (1, 5)
+    assert packing.sizes(8, 8, "cpu") == (8,)
+    assert packing.sizes(8, 40, "tpu") == (40,)
 
 
-LATENT = MlaConfig(kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8)
-EXPERTS = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
-KINDS = {"standard": tiny.TARGET.config} | {
-    name: dataclasses.replace(tiny.TARGET.config, **parts)
+# Wide enough that each kind of matmul has a choice of sizes.
+WIDE = dataclasses.replace(
+    tiny.TARGET.config, hidden_size=160, num_heads=12, num_kv_heads=4, vocab_size=128
+)
+LATENT = MlaConfig(kv_rank=32, q_rank=None, nope_dim=32, rope_dim=16, value_dim=32)
+EXPERTS = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=64)
+KINDS = {"standard": WIDE} | {
+    name: dataclasses.replace(WIDE, **parts)
     for name, parts in {
         "windowed": {"windows": (4, None)},
         "latent": {"mla": LATENT},
@@ -96,11 +112,12 @@ KINDS = {"standard": tiny.TARGET.config} | {
 }
 
 
+@pytest.mark.parametrize("sizes", [(4, 12), (12, 16)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_pass_scores_listed_nodes_as_a_whole_pass_does(kind):
+def test_a_packed_pass_scores_listed_nodes_as_a_whole_pass_does(kind, sizes):
     config, batch, nodes = KINDS[kind], 4, 5
     params = decoder.init_params(jax.random.key(0), config)
-    tokens = jax.random.randint(jax.random.key(1), (batch, 12), 0, tiny.VOCAB)
+    tokens = jax.random.randint(jax.random.key(1), (batch, 12), 0, config.vocab_size)
     cache = decoder.init_cache(config, batch, 32)
     chain = trees.chain_tree(batch, 12)
     prompt = decoder.forward(params, config, tokens, chain, cache)
@@ -111,7 +128,7 @@ def test_a_packed_pass_scores_listed_nodes_as_a_whole_pass_does(kind):
     run = functools.partial(
         decoder.forward, params, config, tokens[:, :nodes], tree, cache, capture_layers=(0, 2)
     )
-    whole, packed = run(), run(packing=packing.packing_of(listed, 12))
+    whole, packed = run(), run(packing=packing.packing_of(listed, sizes))
     for one, other in zip(
         (whole.logits, *whole.features), (packed.logits, *packed.features), strict=True
     ):
@@ -124,8 +141,8 @@ def test_a_packed_pass_scores_listed_nodes_as_a_whole_pass_does(kind):
 
 def test_a_pass_runs_over_the_valid_nodes_of_unfinished_rows():
     drafter = fakes.RandomLengthDrafter(4, tiny.VOCAB)
-    plan = Plan(tiny.TARGET, drafter, packed=True)
-    assert [each.total for each in plan.passes(8)] == [8, 12, 20, 32, 40]
+    plan = Plan(tiny.TARGET, drafter, packed=True, platform="cpu")
+    assert [each.total for each in plan.passes(8)] == [8, 20, 40]
     rows = sequences(temperature=0)
     plain = Engine(Plan(tiny.TARGET, tiny.NONE), tiny.params(), num_slots=8, capacity=64).run(rows)
     params = Params(tiny.params().target, fakes.script(rows, plain))
@@ -139,17 +156,28 @@ def test_a_pass_runs_over_the_valid_nodes_of_unfinished_rows():
     assert valid <= passed[0] <= 0.7 * passed[1]
 
 
-def test_a_list_holds_no_more_nodes_of_a_row_than_it_has():
-    plan = Plan(tiny.TARGET, DRAFTERS["hybrid"]["merged"][0], packed=True)
-    lists = [each for each in plan.passes(4) if each.packed]
-    assert lists
-    assert all(each.nodes <= each.total for each in lists)
-    # All nodes that may survive come after those that the list may hold of a row.
-    survival = np.zeros((4, plan.node_buckets[-1]))
-    survival[:, -1] = 0.5
-    assert budget.expected(plan.passes(4), survival, 4).tolist() == [
-        6 if each.nodes == plan.node_buckets[-1] else 4 for each in plan.passes(4)
-    ]
+@pytest.mark.parametrize("platform", packing.MATMULS)
+def test_an_accelerator_has_one_pass_for_all_lists_that_take_the_same_time(platform):
+    passes = lambda rows, **options: (
+        Plan(tiny.TARGET, tiny.NGRAM, platform=platform, **options).passes(rows)
+    )
+    totals = lambda rows, **options: [each.total for each in passes(rows, **options)]
+    if platform == "cpu":
+        assert totals(8, packed=True) == [8, 20, 40]
+        assert totals(8) == [8, 40]
+        return
+    assert totals(8, packed=True) == totals(8) == [40]
+    assert totals(64, packed=True) == [128, 176, 320]
+    assert totals(64) == [64, 320]
+
+
+def test_a_pass_that_is_too_small_for_the_rows_emits_nothing():
+    plan = Plan(tiny.TARGET, tiny.NGRAM, packed=True, platform="cpu")
+    survival = np.full((16, 5), 0.5)
+    survival[:, 0] = 0
+    sizes = [each.total for each in plan.passes(16)]
+    assert sizes == [8, 20, 36, 80]
+    assert budget.expected(plan.passes(16), survival, 16).tolist() == [0, 18, 26, 48]
 
 
 def test_a_target_that_takes_no_packing_is_refused():

@@ -112,27 +112,6 @@ def test_a_sequence_attends_to_its_pages_as_it_does_alone_to_the_bit():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("window", [None, 12])
-def test_a_row_of_which_only_the_first_node_is_read_is_a_row_of_one_node(window):
-    case, options = random_case(4, 2, 8, 5, 5, 40, [40, 0, 7], window=window)
-    case["ancestors"] = trees.pack_bits(np.broadcast_to(np.tri(5, dtype=bool), (3, 5, 5)))
-    paged, table = in_pages(case, 8)
-    arrays = {name: jnp.array(x) for name, x in paged.items()}
-    options = options | {"table": jnp.array(table)}
-    options.pop("window", None)
-    attend = jax.jit(functools.partial(ops.attention, scale=0.3, window=window))
-    every = attend(*arrays.values(), **options)
-    result = attend(*arrays.values(), first_only=jnp.array([True, False, True]), **options)
-    np.testing.assert_array_equal(result[1], every[1])
-    short = {k: x[:, :, :1] if k in ("q", "tree_k", "tree_v") else x for k, x in arrays.items()}
-    short["ancestors"] = arrays["ancestors"][:, :1]
-    if window is not None:
-        options["positions"] = options["positions"][:, :1]
-    one = attend(*short.values(), **options)
-    np.testing.assert_array_equal(result[::2, :, :1], one[::2])
-    assert not result[::2, :, 1:].any()
-
-
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "nodes", "parts"), [(4, 2, 96, 3), (2, 2, 128, 2)])
 def test_parts_of_the_nodes_attend_to_those_before_them(heads, kv_heads, nodes, parts, window):

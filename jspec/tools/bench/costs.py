@@ -126,7 +126,7 @@ def _logits(
 ) -> Array:
     """Draft; return the logits of a pass of that size."""
     drafted = _first_half(plan, params, request, shared, state)
-    return loop.run_pass(plan, size, params, state.cache, *drafted)[-1].logits
+    return loop.run_pass(plan, (size,), params, state.cache, *drafted)[-1].logits
 
 
 def _first_half(
