@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 
 def lowered(
-    plan: Plan, params: Params, profile: Profile = Profile(), rounds: RoundPlan | None = None
+    plan: Plan, params: Params, profile: Profile, rounds: RoundPlan | None = None
 ) -> jax.stages.Lowered:
     """Lower a launch of ``SLOTS`` rows over pages, as an engine on a CPU runs it.
 

@@ -1,5 +1,6 @@
 """The valid nodes of all rows in one flat list, so that a pass costs what its valid nodes cost."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ from jax import lax
 
 from jspec.core.types import Array
 
-_GROWTH = 1.4  # most that a matmul costs above one of just as many rows as are needed
+# Every size is compiled. So a matmul may take 1.4 times as long as one of just the rows that it
+# needs, or longer if there were too many sizes; and a few of many rows get no sizes of their own.
+_GROWTH, _FEW = 1.4, 8
 
 
 class Matmul(NamedTuple):
@@ -18,11 +21,12 @@ class Matmul(NamedTuple):
     free_rows: int
     reading: int  # rows that take as long to multiply as the constant part of the time
     group: int  # rows are padded to a multiple
+    most_steps: int  # between the sizes
 
 
 # A CPU reads a matrix and widens it, whatever the rows. On accelerators the time is that of the
 # bytes until the multiplications take longer; docs/tpu_and_gpu.md has the table.
-MATMULS = {"cpu": Matmul(8, 24, 4), "gpu": Matmul(128, 0, 16), "tpu": Matmul(128, 0, 16)}
+MATMULS = {"cpu": Matmul(8, 24, 4, 5), "gpu": Matmul(128, 0, 16, 3), "tpu": Matmul(128, 0, 16, 3)}
 
 
 @struct.dataclass
@@ -88,12 +92,14 @@ def sizes(rows: int, most: int, platform: str) -> tuple[int, ...]:
     ``platform`` is one of ``MATMULS``.
 
     >>> sizes(8, 40, "cpu"), sizes(8, 8, "cpu"), sizes(8, 40, "tpu"), sizes(64, 320, "gpu")
-    ((8, 20, 40), (8,), (40,), (128, 176, 320))
+    ((8, 20, 40), (8,), (40,), (128, 176, 240, 320))
     """
-    size, reading, group = MATMULS[platform]
+    free_rows, reading, group, most_steps = MATMULS[platform]
+    least = max(free_rows, rows // _FEW // group * group)
+    span = (most + reading) / (least + reading)
+    steps = min(max(round(math.log(span, _GROWTH)), 0), most_steps)
+    between = ((least + reading) * span ** (step / steps) - reading for step in range(1, steps))
+    ascending = [least] * (steps > 0) + [round(size / group) * group for size in between]
     # A CPU multiplies one vector three times as fast as a few, in float32.
-    ascending = [1] if rows == 1 and platform == "cpu" and most > 1 else []
-    while (size + reading) * _GROWTH < most + reading:
-        ascending.append(size)
-        size = int((size + reading) * _GROWTH - reading) // group * group
-    return (*ascending, most)
+    alone = [1] if rows == 1 and platform == "cpu" and most > 1 else []
+    return (*alone, *ascending, most)

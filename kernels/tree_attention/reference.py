@@ -249,43 +249,57 @@ def _stream_pages(scores_of, pools, visible, spread, carry, block, widens):
 def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens):
     """Add the pages of all rows to a running softmax, ``block`` slots of one row at a time.
 
-    One loop runs over the blocks of all rows.
+    One loop runs over the blocks of all rows. Its schedule does not depend on the layer, so XLA
+    computes it once for all layers.
     """
     pool_k, pool_v, table = pools
     length, window, positions = seen
-    page, batch = pool_k.shape[2], len(table)
+    page = pool_k.shape[2]
     count = max(1, min(block // page, table.shape[1]))
-    turns, size = -(-table.shape[1] // count), count * page
-    table = jnp.pad(table, ((0, 0), (0, turns * count - table.shape[1])))
+    size = count * page
     first = jnp.zeros_like(length)
     if window is not None:
         first = jnp.maximum(positions.min(1) - window + 1, 0) // size
-    steps = jnp.maximum(-(-length // size) - first, 0)
-    ends = jnp.cumsum(steps)
-    index = jnp.arange(batch * turns)
-    row = jnp.minimum((ends <= index[:, None]).sum(1, dtype=jnp.int32), batch - 1)
-    turn = jnp.clip(index - (ends - steps)[row] + first[row], 0, turns - 1)
-    # Unsigned indices need no test for negative ones.
-    of_step = jnp.stack([row, turn * size, length[row] - turn * size], 1).astype(jnp.uint32)
-    ids = table.reshape(batch * turns, count)[row * turns + turn].astype(jnp.uint32)
+    last = jnp.maximum(-(-length // size), first)
+    num_steps, row_of_step, start_of_step, pages_of_step = _schedule(table, count, first, last)
+    start_of_step *= size
+    left_of_step = length[row_of_step] - start_of_step
 
     def step(index, carry):
-        row, start, left = lax.dynamic_index_in_dim(of_step, index, keepdims=False)
+        # Unsigned indices need no test for negative ones.
+        at = lambda x: lax.dynamic_index_in_dim(x.astype(jnp.uint32), index, keepdims=False)
+        row, left = at(row_of_step), at(left_of_step)
         one = lambda x: lax.dynamic_slice_in_dim(x, row, 1)
         slots = jnp.arange(size, dtype=jnp.uint32)
         mask = (slots < left)[None, None]
         if window is not None:
-            seen = start.astype(jnp.int32) + slots.astype(jnp.int32)
-            mask &= seen > one(positions)[:, :, None] - window
+            slots = (at(start_of_step) + slots).astype(jnp.int32)
+            mask &= slots > one(positions)[:, :, None] - window
         mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
-        page_ids = lax.dynamic_slice_in_dim(ids, index, 1)
-        keys, values = (_pages(pool, page_ids, widens) for pool in (pool_k, pool_v))
+        ids = at(pages_of_step)[None]
+        keys, values = (_pages(pool, ids, widens) for pool in (pool_k, pool_v))
         scores = functools.partial(scores_of, one(rows))
         joined = _join(scores, keys, values, mask, jax.tree.map(one, carry))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0)
         return jax.tree.map(put, carry, joined)
 
-    return lax.fori_loop(jnp.uint32(0), ends[-1].astype(jnp.uint32), step, carry)
+    return lax.fori_loop(jnp.uint32(0), num_steps.astype(jnp.uint32), step, carry)
+
+
+def _schedule(table: Array, count: int, first: Array, last: Array):
+    """Return the steps of a loop over blocks ``first`` to ``last`` [B] of all rows, row by row.
+
+    A block is ``count`` pages. The result is the number of steps, and of each of the S steps that
+    there are at most the row [S], the block in the row [S] and the pages [S, count].
+    """
+    batch, turns = len(table), -(-table.shape[1] // count)
+    table = jnp.pad(table, ((0, 0), (0, turns * count - table.shape[1])))
+    ends = jnp.cumsum(last - first)
+    index = jnp.arange(batch * turns)
+    row = jnp.minimum((ends <= index[:, None]).sum(1, dtype=jnp.int32), batch - 1)
+    block = jnp.clip(index - ends[row] + last[row], 0, turns - 1)
+    pages = table.reshape(batch * turns, count)[row * turns + block]
+    return ends[-1], row, block, pages
 
 
 def _pages(pool: Array, ids: Array, widens: bool) -> Array:

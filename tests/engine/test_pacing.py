@@ -319,14 +319,15 @@ def test_the_expected_tokens_of_a_pass_are_those_of_its_likeliest_nodes():
 def excess(rule, batch):
     """Return how far texts are from the target's distribution, relative to chance.
 
-    Rows of different rates compete for passes of 1.5 nodes a row.
+    Rows of different rates compete for passes of two nodes a row.
     """
     plan = Plan(PackedTarget(V), TableDrafter(3, ragged=True), rule, packed=True)
     params = Params(table(0, V, V), table(1, V, V))
     passes = plan.passes(batch)
+    size = next(each.total for each in passes if each.total > 1.5 * batch)
     budget = Budget(
         jnp.linspace(0.2, 0.95, batch),
-        jnp.array([1.0 if each.total == 1.5 * batch else 9.0 for each in passes]),
+        jnp.array([1.0 if each.total == size else 9.0 for each in passes]),
     )
     passed = []
 
@@ -342,7 +343,7 @@ def excess(rule, batch):
         plan, params, fakes.settings(batch), LENGTH, chunks=2, program=program
     )
     assert (length == LENGTH).all()
-    assert max(passed) == 1.5 * batch  # of 4: the budget left most of the nodes out
+    assert max(passed) == size < 2.1 * batch  # of 4: the budget left half of the nodes out
     law = np.array(jax.nn.softmax(params.target))
     truth = statistics.joint_distribution(law, LENGTH)
     observed = statistics.counts(texts, V)
