@@ -4,38 +4,26 @@ import asyncio
 import atexit
 import collections
 import functools
-import logging
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from time import perf_counter
 from typing import Any
 
 from jspec.api.compiler import Compiler
-from jspec.api.llm import LLM, STREAM_ROUNDS
+from jspec.api.engine_thread import CLOSED, EngineThread
+from jspec.api.llm import LLM
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.running import RunningRequest, check_ids
-from jspec.api.runtime import running_of
 from jspec.api.sampling_params import SamplingParams
-from jspec.api.text_thread import TextThread
 from jspec.engine.launches import Launch
 from jspec.engine.sequences import check_priority
 from jspec.util.messages import shown
 from jspec.util.threads import DaemonThreads
 from jspec.util.values import is_real, is_whole
 
-_log = logging.getLogger(__name__)
-_MOST_ROUNDS = 32  # of a launch
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
 _EXIT_SECONDS = 60  # that the end of the process waits for a launch, which may compile first
-_CLOSED = "AsyncLLM is closed; make another one."
-_MEMORY = 0.8  # weight of the past in the mean time of a round
-
-
-# What the engine's thread is to do, and for whom.
-_Act = tuple[Sequence[RunningRequest], Callable[[], None]]
 
 
 class AsyncLLM:
@@ -74,20 +62,15 @@ class AsyncLLM:
             raise ValueError(
                 f"max_num_queued={shown(max_num_queued)} must be whole and at least 1."
             )
-        self.llm, self._runtime = llm, llm.runtime
-        self._max_num_queued, self._on_launch = max_num_queued, on_launch
-        self._launch_seconds = launch_seconds
-        self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
-        self._inbox: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
-        self._running: dict[str, RunningRequest] = {}
-        self._taking_out = threading.Lock()  # of ``_running``
-        self._error: BaseException | None = None  # that ended the thread
-        self._compiler = Compiler(llm)
-        self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", _CLOSED)
-        self._texts = TextThread(self._read_all)
-        self._runtime.pin(on_launch)
-        self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
-        self._thread.start()
+        self.llm, self._compiler = llm, Compiler(llm)
+        self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", CLOSED)
+        self._thread = EngineThread(
+            llm,
+            self._compiler,
+            max_num_queued=max_num_queued,
+            launch_seconds=launch_seconds,
+            on_launch=on_launch,
+        )
         atexit.register(self._close_at_exit)  # a thread inside XLA would abort the process
 
     def __enter__(self) -> "AsyncLLM":
@@ -186,15 +169,12 @@ class AsyncLLM:
                 f"request_ids has {len(names)} names for {len(batch)} prompts; give one for each."
             )
         for name, count in collections.Counter(names).items():
-            if name in self._running or count > 1:
+            if name in self._thread.running or count > 1:
                 raise ValueError(f"request_id={shown(name)} is running already; take another one.")
         for name, request in zip(names, batch, strict=True):
             request.id = name
-        together = [RunningRequest(request, priority, self._leave) for request in batch]
-        self._running |= {running.id: running for running in together}
-        self._inbox.put((together, functools.partial(self._begin, together)))
-        if self._error is not None:
-            self._fail_all()  # the thread has ended, and reads no more
+        together = [RunningRequest(request, priority, self._thread.leave) for request in batch]
+        self._thread.submit(together)
         try:
             for running in together:
                 await running.accepted()
@@ -232,186 +212,41 @@ class AsyncLLM:
 
         An unknown id is left alone: its request may have ended.
         """
-        running = self._running.get(request_id)
+        running = self._thread.running.get(request_id)
         if running is not None:
-            self._inbox.put(([running], lambda: self._runtime.abort(running_of([running.request]))))
+            self._thread.abort(running)
 
     @property
     def num_running(self) -> int:
         """Requests that run or wait."""
-        return len(self._running)
+        return len(self._thread.running)
 
     @property
     def running_ids(self) -> list[str]:
         """The ids of requests that run or wait."""
-        return list(self._running)
+        return list(self._thread.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
-        return self._runtime.num_waiting
+        return self.llm.runtime.num_waiting
 
     @property
     def num_in_slots(self) -> int:
         """Sequences that run."""
-        return self._runtime.num_running
+        return self.llm.runtime.num_running
 
     @property
     def error(self) -> BaseException | None:
         """The error that ended the thread; None while it runs."""
-        return self._error
+        return self._thread.error
 
     def close(self) -> None:
         """End all requests and the threads, and wait for them: for a launch at most."""
         atexit.unregister(self._close_at_exit)
-        self._inbox.put(None)
-        self._thread.join()
+        self._thread.close()
         self._grammars.close()
         self._compiler.close()
 
     def _close_at_exit(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(_EXIT_SECONDS)
-
-    # ------------------------------------------------------------------------- the engine's thread
-
-    def _serve(self) -> None:
-        try:
-            while self._receive():
-                self._step()
-                self._texts.wake()
-            self._error = RuntimeError(_CLOSED)
-        except BaseException as error:
-            self._error = error
-        self._texts.close()
-        self._fail_all()
-        while not self._inbox.empty():
-            act = self._inbox.get()
-            if act is not None:
-                self._do(*act)
-        self._runtime.unpin(self._on_launch)
-
-    def _receive(self) -> bool:
-        """Take what came, and wait if nothing runs; return False at the end."""
-        while True:
-            runs = self._runs
-            if not runs:
-                self._texts.wake()  # steps of other threads may have ended texts
-            try:
-                act = self._inbox.get(block=not runs)
-            except queue.Empty:
-                return True
-            if act is None:
-                return False
-            self._do(*act)
-            if self._runs and self._inbox.empty():
-                return True
-
-    @property
-    def _runs(self) -> bool:
-        """True if a sequence of these requests waits or runs."""
-        return any(running_of([running.request]) for running in list(self._running.values()))
-
-    def _do(self, together: Sequence[RunningRequest], act: Callable[[], None]) -> None:
-        """Run what serves some requests; an error ends these, and no others."""
-        try:
-            act()
-        except BaseException as error:  # panics of Rust are no Exception
-            if not any([self._fail(running, error) for running in together]):
-                _log.error("the end of a request failed", exc_info=error)
-
-    def _step(self) -> None:
-        """Run launches of about ``launch_seconds``.
-
-        A step that fails where no sequence ran, so that none can start again, ends all requests.
-        """
-        rounds = max(1, min(round(self._launch_seconds / self._round_seconds), _MOST_ROUNDS))
-        for running in list(self._running.values()):
-            for ticket in running.request.tickets:
-                ticket.rounds = rounds
-        begin = perf_counter()
-        try:
-            has_run = self._runtime.step()
-        except BaseException as error:
-            _log.error("a step of the engine failed", exc_info=error)
-            for running in list(self._running.values()):
-                self._fail(running, error)
-            return
-        if has_run:
-            past, taken = self._round_seconds, (perf_counter() - begin) / rounds
-            taken = min(taken, 2 * past)  # a step that compiled tells nothing
-            self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
-
-    def _begin(self, together: Sequence[RunningRequest]) -> None:
-        if any(self._running.get(running.id) is not running for running in together):
-            return  # their reader has left
-        batch = [running.request for running in together]
-        num_queued = self._runtime.num_waiting + sum(len(each.sequences) for each in batch)
-        if self._max_num_queued is not None and num_queued > self._max_num_queued:
-            raise queue.Full(
-                f"max_num_queued={self._max_num_queued} sequences wait already; submit this one "
-                "later, or allow more."
-            )
-        self._runtime.submit(
-            batch,
-            rounds=STREAM_ROUNDS,
-            priority=together[0].priority,
-            alike=[sequence for each in batch for sequence in self._compiler.alike(each)],
-        )
-        for running in together:
-            running.accept()
-
-    # ---------------------------------------------------------------------------- the text thread
-
-    def _read_all(self) -> None:
-        """Read all texts that have grown."""
-        for running in list(self._running.values()):
-            try:
-                self._read(running)
-            except BaseException as error:  # panics of Rust are no Exception
-                self._fail(running, error)
-
-    def _read(self, running: RunningRequest) -> None:
-        """Decode what is new, and give it to the reader."""
-        request = running.request
-        if not request.read():
-            return
-        output = None
-        if request.finished or not request.has_candidates:
-            output = request.output(self.llm.detailed)
-        if request.finished:
-            if not self._take_out(running):
-                return
-            self._runtime.count([request])
-        if ended := request.overrunning:
-            self._inbox.put(([], lambda: self._runtime.abort(ended)))
-        if output is not None:
-            running.put(output)
-
-    # ---------------------------------------------------------------------------------- any thread
-
-    def _take_out(self, running: RunningRequest) -> bool:
-        """Forget a request; return whether it was still there."""
-        with self._taking_out:
-            is_there = self._running.get(running.id) is running
-            if is_there:
-                del self._running[running.id]
-        return is_there
-
-    def _leave(self, running: RunningRequest) -> bool:
-        """End a request without a word to its reader; return whether it was still there."""
-        is_there = self._take_out(running)
-        if is_there:
-            self._inbox.put(([], lambda: self._runtime.leave([running.request])))
-        return is_there
-
-    def _fail(self, running: RunningRequest, error: BaseException) -> bool:
-        """End a request by an error; return whether it was still there."""
-        is_there = self._leave(running)
-        if is_there:
-            running.fail(error)
-        return is_there
-
-    def _fail_all(self) -> None:
-        for running in list(self._running.values()):
-            self._fail(running, self._error)
+        self._thread.close(_EXIT_SECONDS)

@@ -75,6 +75,10 @@ class GenerationRequest:
         """True if more texts are drawn than returned: the best are known at the end alone."""
         return self.params.num_texts > self.params.n
 
+    @functools.cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        return list(self.prompt.token_ids)  # once: prompts may be long, and outputs many
+
     def check_streams(self) -> None:
         """Refuse a request whose texts are known at the end alone."""
         if self.has_candidates:
@@ -94,7 +98,7 @@ class GenerationRequest:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt.text,
-            prompt_token_ids=list(self.prompt.token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=texts,
             finished=all(text.finished() for text in texts),
             prompt_logprobs=drawn[0].prompt_logprobs(),

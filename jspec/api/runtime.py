@@ -138,13 +138,9 @@ class Runtime:
         if not tickets:
             return
         with self._turns:
-            engine = self._engine
             for ticket in tickets:
-                engine.abort(ticket)
-            self._run(engine.settle)
-            # Prompts that were half read hold pages.
-            while not (engine.is_idle or engine.num_running or engine.num_waiting):
-                self._run(engine.step)
+                self._engine.abort(ticket)
+            self._run(self._engine.settle)
 
     def leave(self, batch: Sequence[GenerationRequest]) -> None:
         """Abort what still runs of a batch, and count what all of it did."""
@@ -272,13 +268,15 @@ class Runtime:
         """Return the engine, in a size that holds the sequences.
 
         An idle engine is replaced by one that fits them. Sequences that are too long for one that
-        runs wait until it is idle.
+        runs wait until it is idle. With pages there is one capacity: a text takes what it needs.
         """
-        longest = max((len(each.prompt) + each.max_tokens for each in sequences), default=0)
-        num_slots = min(bucket(max(len(sequences), 1), smallest=1), self._num_slots)
-        size = num_slots, bucket(longest)
-        if self._num_pins:
-            size = self._num_slots, self._capacity
+        capacity, num_slots = self._capacity, self._num_slots
+        if self._num_pins == 0:
+            num_slots = min(bucket(max(len(sequences), 1), smallest=1), num_slots)
+            if self.pool is None:
+                longest = max((len(each.prompt) + each.max_tokens for each in sequences), default=0)
+                capacity = bucket(longest)
+        size = num_slots, capacity
         engine = self._engine
         if engine is not None and (engine.num_slots, engine.capacity) == size:
             return engine

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import itertools
 import threading
 import time
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jspec
 from jspec.api.async_llm import AsyncLLM
+from jspec.engine.loop import launch
 from jspec.util.threads import FairLock
 from tests import llm_fixtures
 
@@ -189,6 +191,17 @@ def test_an_abort_ends_a_text_that_waits_for_a_slot(llm):
         output = asyncio.run(abort(served))
     assert output.finished and output.outputs[0].finish_reason == "abort"
     assert output.outputs[0].token_ids == [] == output.outputs[0].logprobs
+
+
+def test_no_launch_is_compiled_again_because_a_context_grew(target):
+    long = dataclasses.replace(target.config, max_positions=2048)
+    llm = jspec.LLM(dataclasses.replace(target, config=long), CONFIG, max_num_seqs=2)
+    sizes = []
+    for length in (10, 300, 1000):
+        prompt = {"prompt_token_ids": [1 + index % 290 for index in range(length)]}
+        llm.generate(prompt, params(1, max_tokens=8))
+        sizes.append(launch._cache_size())
+    assert sizes == [sizes[0]] * 3
 
 
 def test_threads_get_a_fair_lock_in_the_order_in_which_they_ask():
