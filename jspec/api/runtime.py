@@ -214,8 +214,8 @@ class Runtime:
         """
         pool = self.pool
         with self._turns:
-            engine = self._sized(())
             self._drain()
+            engine = self._sized(())
             if pool is not None:
                 pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.queries, pool.hits)
