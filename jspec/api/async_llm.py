@@ -82,8 +82,9 @@ class AsyncLLM:
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Allocate the KV cache and compile, before any request comes.
 
-        Programs are those for prompts of all lengths, and for all numeric settings of sampling.
-        What only few use is compiled when it is asked for: grammars, scores, lists of token ids.
+        Programs are those for prompts of all lengths, for all numeric settings of sampling, and for
+        short lists. What only few use is compiled when it is asked for: grammars, scores, long
+        lists of token ids.
         From now on a request that needs a program waits for it, and the others go on. With weights
         on several devices, prompts of other lengths compile when they come.
 

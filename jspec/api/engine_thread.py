@@ -171,10 +171,13 @@ class EngineThread:
             taken = min(taken, 2 * past)  # a step that compiled tells nothing
             self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
-    def _begin(self, together: Sequence[RunningRequest]) -> None:
+    def _begin(self, together: Sequence[RunningRequest], waits: bool = True) -> None:
         if any(self.running.get(running.id) is not running for running in together):
             return  # their reader has left
         batch = [running.request for running in together]
+        if waits and not self._compiler.may_run(batch):
+            self._compiler.compile(batch, functools.partial(self._begin_again, together))
+            return
         num_queued = self._runtime.num_waiting + sum(len(each.sequences) for each in batch)
         if self._max_num_queued is not None and num_queued > self._max_num_queued:
             raise queue.Full(
@@ -185,10 +188,14 @@ class EngineThread:
             batch,
             rounds=STREAM_ROUNDS,
             priority=together[0].priority,
-            alike=[sequence for each in batch for sequence in self._compiler.alike(each)],
         )
         for running in together:
             running.accept()
+
+    def _begin_again(self, together: Sequence[RunningRequest], has_programs: bool) -> None:
+        """Begin what has waited for programs; if these cannot be compiled, it fails then."""
+        begin = functools.partial(self._begin, together, waits=has_programs)
+        self._inbox.put((together, begin))
 
     # ---------------------------------------------------------------------------- the text thread
 

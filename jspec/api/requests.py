@@ -212,7 +212,7 @@ def scoring_of(
 ) -> Scoring | None:
     """Return the scores that any of the requests needs; None for none.
 
-    Each count is a program, so it is a power of two or ``most``. Transcripts list only as many
+    Each count is a program, so it is 8, 32, 128, ... or ``most``. Transcripts list only as many
     tokens as the request asked for.
     """
     settings = [request.params for request in requests]
@@ -222,7 +222,7 @@ def scoring_of(
     counts = [vocab_size if count == -1 else count for count in counts if count is not None]
     if not counts:
         return None
-    count = bucket(max(counts), smallest=1) if max(counts) else 0
+    count = bucket(max(counts), smallest=8, factor=4)
     has_prompt = any(count is not None for count in prompts)
     return Scoring(min(count, most, vocab_size), has_prompt, mode)
 

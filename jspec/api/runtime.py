@@ -77,7 +77,6 @@ class Runtime:
         *,
         rounds: int | None = None,
         priority: int = 0,
-        alike: Iterable[SequenceParams] = (),
     ) -> None:
         """Submit all sequences of a batch; if one is refused, those before it are aborted.
 
@@ -85,7 +84,6 @@ class Runtime:
           batch: its requests get their ``tickets``.
           rounds: as of ``Engine.submit``.
           priority: as of ``Engine.submit``.
-          alike: other sequences that the batch is to share its programs with.
 
         Raises:
           ValueError: a sequence does not fit the engine.
@@ -93,7 +91,6 @@ class Runtime:
         scoring, tickets = self.scoring_of(batch), []
         with self._turns:
             engine = self._sized([sequence for request in batch for sequence in request.sequences])
-            engine.profile = engine.profile.grown(alike)
             try:
                 for request in batch:
                     request.tickets = [
@@ -205,12 +202,12 @@ class Runtime:
                 self._observers.remove(on_launch)
 
     def warm_up(
-        self, sequence: SequenceParams, on_progress: Callable[[int, int], None]
+        self, sequences: Sequence[SequenceParams], on_progress: Callable[[int, int], None]
     ) -> Programs:
-        """Compile and run what a sequence needs: nothing is counted, and nothing is learned.
+        """Compile all basic programs and run some: nothing is counted, and nothing is learned.
 
         The KV cache has pages for all slots of the engine from then on, if memory permits. What
-        runs ends first. ``on_progress`` is that of ``Programs.compile``.
+        runs ends first. ``on_progress`` is that of ``Programs.compile_basic``.
         """
         pool = self.pool
         with self._turns:
@@ -220,10 +217,11 @@ class Runtime:
                 pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.queries, pool.hits)
             programs, shared = Programs(engine), engine.shared
-            programs.compile([sequence], on_progress=on_progress)
+            programs.compile_basic(on_progress)
             engine.on_launch, engine.shared = None, init_shared(self.plan)
             try:
-                engine.warm_up([sequence], cache_salt="warm-up")
+                for sequence in sequences:
+                    engine.warm_up([sequence], cache_salt="warm-up")
             finally:
                 engine.on_launch, engine.shared = self._see, shared
             if pool is not None:
@@ -284,7 +282,7 @@ class Runtime:
             self._drain()
         if engine is None or engine.is_idle:
             if engine is not None:
-                self._shared, self._profile = engine.shared, engine.profile.without_functions()
+                self._shared = engine.shared
             self._engine = Engine(
                 self.plan,
                 self._params,

@@ -68,13 +68,17 @@ class Processor:
     acts: Callable[[Any, Branches], Array]
     parameters: tuple[Parameter, ...] = ()
     reads_branch: bool = False  # whether the last tokens before a node decide
-    # What the arrays are compiled for: hashable, of a ``SequenceParams``. ``join`` unites two.
+    # What the arrays are compiled for: hashable, of a ``SequenceParams``. ``join`` unites two. The
+    # form of grammars belongs to all sequences of a batch: see ``Profile.grown``.
     form: Callable[[Any], Any] = lambda _: ()
     join: Callable[[Any, Any], Any] = lambda one, other: tuple(map(_widest, one, other))
+    # The form of short lists, which every engine's program for numeric settings takes. None for
+    # processors that have programs of their own.
+    short: Any = None
 
 
 def _widest(one: int, other: int) -> int:
-    return bucket(max(one, other), smallest=1)
+    return bucket(max(one, other), smallest=1, factor=4)
 
 
 def apply(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
@@ -394,7 +398,6 @@ PROCESSORS: dict[str, Processor] = {
             _keep_grammar,
             lambda _, branches: (branches.history.state != token_fsm.FREE).any(),
             reads_branch=True,
-            form=lambda s: s.grammar.sizes,
             join=lambda one, other: tuple(map(max, one, other)),
         ),
         # No profile has it: the engine adds its arrays to a round whose draft is known.
@@ -421,6 +424,7 @@ PROCESSORS: dict[str, Processor] = {
             lambda phrases, _: (phrases.words[..., -1] >= 0).any(),
             reads_branch=True,
             form=_form_of_words,
+            short=(16, 4),
         ),
         Processor(
             "min_tokens",
@@ -429,6 +433,7 @@ PROCESSORS: dict[str, Processor] = {
             _forbid_early_ends,
             lambda ends, branches: (branches.length < ends.length[:, None]).any(),
             form=lambda s: (len(s.too_soon),),
+            short=(16,),
         ),
         Processor(
             "logit_bias",
@@ -437,8 +442,17 @@ PROCESSORS: dict[str, Processor] = {
             _add_bias,
             lambda biases, _: (biases.ids >= 0).any(),
             form=lambda s: (len(s.logit_bias),),
+            short=(16,),
         ),
-        Processor("penalties", _has_penalty, _penalties, _penalise, _any_penalty, _PENALTIES),
+        Processor(
+            "penalties",
+            _has_penalty,
+            _penalties,
+            _penalise,
+            _any_penalty,
+            _PENALTIES,
+            short=(),
+        ),
         Processor(
             "logits_processors",
             lambda s: s.logits_processors,

@@ -38,6 +38,10 @@ class Logprobs:
         """k."""
         return self.top.shape[-1]
 
+    def likeliest(self, count: int) -> "Logprobs":
+        """Return the scores with the first ``count`` of the likeliest tokens."""
+        return self.replace(top_ids=self.top_ids[..., :count], top=self.top[..., :count])
+
     def __getitem__(self, index: Any) -> "Logprobs":
         """Return the scores at an index or slice of the first axis."""
         return jax.tree.map(lambda part: part[index], self)

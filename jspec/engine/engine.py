@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import validation
@@ -45,7 +46,9 @@ from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan, RoundPlan
 from jspec.engine.profile import Profile, request_of
+from jspec.engine.profiles import Profiles
 from jspec.engine.sequences import SequenceParams, check_fit, check_priority
+from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
 from jspec.grammar.followed import Follower, num_words
 from jspec.util.messages import shown
@@ -144,7 +147,7 @@ class Engine:
       params: weights.
       num_slots: sequences that run together.
       capacity: longest history, prompt included.
-      profile: what the first programs are compiled for; it grows with the sequences.
+      profile: settings that all launches have.
       shared: the drafter's state that outlives calls; consumed. None for an empty one.
       pool: pages for the caches; None for caches of ``capacity`` tokens in every slot.
       max_num_queued: most sequences that wait for a slot; None for any number.
@@ -195,7 +198,9 @@ class Engine:
         self._last_end: float | None = None  # of a launch, if it was seen to end
         self._request: Request | None = None
         self._state: DecodeState | None = None
-        self._running = self.profile  # that ``_request`` has
+        self._fitted: list[Ticket | None] = []  # for whom ``profile`` was chosen
+        self._is_stale = False  # whether ``_request`` has other settings than ``profile``
+        self.profiles = Profiles(self.profile)
         if pool is not None:
             pool.engines.add(self)
         program_memory.bound()
@@ -216,9 +221,10 @@ class Engine:
         return sum(ticket is not None for ticket in self._slots)
 
     @property
-    def grammars(self) -> tuple[Grammar, ...]:
-        """The grammars that the device has."""
-        return self._grammars
+    def tickets(self) -> list[Ticket]:
+        """The sequences that wait or run."""
+        tickets = [*self._waiting, *self._slots]
+        return [ticket for ticket in tickets if ticket is not None and not ticket.finished]
 
     @property
     def paces(self) -> list[Pace]:
@@ -270,7 +276,6 @@ class Engine:
         grammar = sequence.followed_grammar
         follower = None if grammar is None else Follower(grammar)
         ticket = Ticket(sequence, begun, holding, rank, listener, rounds, scoring, 0, follower)
-        self.profile = self.profile.grown([sequence]).scored(scoring)
         heapq.heappush(self._waiting, ticket)
         return ticket
 
@@ -375,8 +380,6 @@ class Engine:
         """
         if not any(self._slots):
             self._has_launched = False
-            if self._may_join():
-                self._grammars, self.profile = (), self._profile_of_waiting()
         while True:
             self._take_slots()
             if not self._prefilling:
@@ -464,15 +467,14 @@ class Engine:
             ticket.answer = dataclasses.replace(ticket.answer, num_cached_tokens=num_cached)
         ticket.num_prefilled, ticket.num_to_prefill = num_cached, len(ticket.text) - 1
         ticket.prompt_scores.clear()
-        before = self.profile, self._grammars
+        grammars = self._grammars
         self._slots[slot] = ticket
         try:
             self._write(ticket, slot)
         except BaseException as error:  # panics of Rust are no Exception
             if self._has_lost or _is_of_device(error):
                 raise
-            self._slots[slot] = None
-            self.profile, self._grammars = before
+            self._slots[slot], self._grammars, self._is_stale = None, grammars, True
             ticket.release()
             if isinstance(error, _INTERRUPTIONS):
                 heapq.heappush(self._waiting, ticket)
@@ -481,11 +483,8 @@ class Engine:
 
     def _write(self, ticket: Ticket, slot: int) -> None:
         """Write a sequence into its slot on the device."""
-        self.profile = self.profile.grown([ticket.sequence])
-        if self._running != self.profile:
-            program_memory.bound()
         generated = [ticket.answer.tokens if each is ticket else () for each in self._slots]
-        request, streams = self._request_of(self._slots, generated)
+        request, streams, offsets = self._request_of(generated)
         size, has_pages = slots.buffer_size(self.plan, self.capacity), self.pool is not None
         if self._state is None:
             inputs = self.plan, self.params, self.num_slots, size, has_pages
@@ -496,7 +495,7 @@ class Engine:
         self._request, self._state = slots.seat(
             self.plan,
             self.params,
-            _with_grammar_states(self._state, request),
+            _with_grammar_states(self._state, request, offsets),
             request,
             streams,
             slot=np.int32(slot),
@@ -505,7 +504,7 @@ class Engine:
             ready=np.bool_(not ticket.num_left),
             has_pages=has_pages,
         )
-        self._running = self.profile
+        self._is_stale = False
         if self._pacing is not None:
             self._pacing.forget(slot)
 
@@ -554,15 +553,6 @@ class Engine:
             ticket.answer = dataclasses.replace(ticket.answer, prompt_logprobs=joined)
             ticket.prompt_scores.clear()
 
-    def _profile_of_waiting(self) -> Profile:
-        """Return the profile with the functions of those who wait, or of a suspect alone.
-
-        Functions of users are compiled in, and run on all rows.
-        """
-        first = self._waiting[0]
-        members = [first] if first.is_suspect else self._waiting
-        return self.profile.without_functions().grown(each.sequence for each in members)
-
     def _is_relieved(self) -> bool:
         """Have another engine of the pool free pages if nothing of this one ran for long.
 
@@ -602,14 +592,45 @@ class Engine:
         reads_known = ticket.scored_prompt is None  # scores need a pass over the prompt
         return ticket.holding.begin(ticket.text, reads_known=reads_known, spare=spare)
 
+    def _choose_profile(self) -> None:
+        """Choose the profile for who is in slots."""
+        if self._slots == self._fitted:
+            return
+        tickets = [ticket for ticket in self._slots if ticket is not None]
+        scorings = [ticket.scoring for ticket in tickets]
+        needed = self.profiles.needed([ticket.sequence for ticket in tickets], scorings)
+        before, self.profile = self.profile, self.profiles.choose(needed, self.profile)
+        self._fitted = [*self._slots]
+        if before != self.profile:
+            program_memory.bound()
+        self._is_stale |= before.without_scores() != self.profile.without_scores()
+
+    def _renew_request(self) -> None:
+        """Make the request for the next launch if the profile has changed."""
+        self._choose_profile()
+        if self._is_stale:
+            request, streams, offsets = self._request_of()
+            self._state = _with_grammar_states(self._state, request, offsets)
+            self._request, self._is_stale = slots.with_keys(request, streams), False
+
     def _request_of(
-        self, members: Sequence[Ticket | None], generated: Sequence[np.ndarray] = ()
-    ) -> tuple[Request, np.ndarray]:
-        rows = [None if ticket is None else ticket.sequence for ticket in members]
-        new = (row.grammar for row in rows if row is not None and row.grammar is not None)
-        self._grammars = tuple(dict.fromkeys((*self._grammars, *new)))
+        self, generated: Sequence[Sequence[int]] = ()
+    ) -> tuple[Request, np.ndarray, np.ndarray]:
+        """Return the request of the slots, the streams, and the offsets of the grammars' states."""
+        self._choose_profile()
+        rows = [None if ticket is None else ticket.sequence for ticket in self._slots]
+        used = {row.grammar: None for row in rows if row is not None and row.grammar is not None}
+        remaining = [each for each in self._grammars if each in used]
+        grammars = tuple(dict.fromkeys((*remaining, *used)))
+        old, new = map(automata.first_states, (self._grammars, grammars))
+        offsets = np.zeros(self.num_slots, np.int32)
+        for slot, row in enumerate(rows):
+            if row is not None and row.grammar in old:
+                offsets[slot] = new[row.grammar] - old[row.grammar]
         vocab_size = self.plan.target.vocab_size
-        return request_of(rows, self.profile, vocab_size, self._grammars, generated)
+        request, streams = request_of(rows, self.profile, vocab_size, grammars, generated)
+        self._grammars = grammars
+        return request, streams, offsets
 
     def _table_of(self, members: Sequence[Ticket | None]) -> np.ndarray | None:
         holdings = [None if ticket is None else ticket.holding for ticket in members]
@@ -626,8 +647,8 @@ class Engine:
         begun = [ticket for each in self._unread for ticket in each.members]
         if any(each.rounds and not each.answer.rounds and each not in begun for each in running):
             return 1  # somebody waits for a first text
-        rounds = (ticket.rounds or self._running.rounds for ticket in running)
-        rounds = min(rounds, default=self._running.rounds)
+        rounds = (ticket.rounds or self.profile.rounds for ticket in running)
+        rounds = min(rounds, default=self.profile.rounds)
         return min(rounds, _BUSY_ROUNDS) if self._prefilling else rounds
 
     def _grow(self, rounds: int) -> None:
@@ -647,16 +668,15 @@ class Engine:
 
     def _dispatch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
-        members, running = self._members, self._ready
+        members = self._members
         pace, is_wanted = Pace(self.plan), self._has_waiting()
         if self._pacing is not None:
             pace = self._pacing.choose(np.array([ticket is not None for ticket in members]))
             rounds = min(rounds, pace.rounds or rounds)
             is_wanted |= self._pacing.by_rows
         watched = np.array([ticket is not None and is_wanted for ticket in members])
-        profile = self._running
-        if not any(ticket.scoring for ticket in running):
-            profile = profile.without_scores()
+        self._renew_request()
+        profile = dataclasses.replace(self.profile, follows=self._follows)
         state = self._state if self.pool is None else self.pool.lend(self._state)
         inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
         table = self._table_of(self._slots)
@@ -665,6 +685,7 @@ class Engine:
             self._is_alone = False
         else:
             self.shared, state, ran = launch(pace.plan, profile, *inputs, table, pace.budget)
+        self.profiles.add(profile)
         self._state = state if self.pool is None else self.pool.take_back(state)
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         begin = time.perf_counter() if self._is_alone else None
@@ -713,7 +734,7 @@ class Engine:
                 continue
             ticket.is_suspect = False
             limits = ticket.sequence.stop_token_ids, ticket.sequence.max_tokens
-            asked = ran if ticket.scoring else ran.replace(logprobs=None)
+            asked = ran.scored_as(ticket.scoring)
             ticket.answer = answers.extended(ticket.answer, asked, slot, *limits)
             ticket.holding.advance(ticket.text, int(ran.num_cached[slot]))
             has_ended = self._has_heard(ticket)
@@ -844,14 +865,17 @@ def _fault(error: BaseException) -> Exception:
     return fault
 
 
-def _with_grammar_states(state: DecodeState, request: Request) -> DecodeState:
+def _with_grammar_states(state: DecodeState, request: Request, offsets: np.ndarray) -> DecodeState:
     """Return ``state`` with states of grammars if ``request`` has any, and else without.
 
-    Rows without a grammar are in state ``FREE``.
+    Rows without a grammar are in state ``FREE``. States of others have moved by ``offsets`` [B].
     """
     history = state.history
     if request.sampling.automaton is None:
         history = history.replace(state=None)
     elif history.state is None:
         history = history.replace(state=np.full(history.length.shape, FREE, np.int32))
+    elif offsets.any():
+        moved = jnp.where(history.state == FREE, FREE, history.state + offsets)
+        history = history.replace(state=moved)
     return state.replace(history=history)

@@ -38,6 +38,12 @@ class Launch:
     done: Array | None = None  # [B] bool
     num_cached: Array | None = None  # [B] int32, tokens that all caches hold
 
+    def scored_as(self, scoring: Scoring | None) -> "Launch":
+        """Return the launch with the scores that a sequence asked for, which may be fewer."""
+        if scoring is None or self.logprobs is None:
+            return self.replace(logprobs=None)
+        return self.replace(logprobs=self.logprobs.likeliest(scoring.count))
+
 
 def empty(profile: Profile, drafter: Drafter, history: History) -> Launch:
     """Return a launch before its first round."""

@@ -1,7 +1,8 @@
 """The profile: the settings that programs are compiled for, beside the plan."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,10 @@ from jspec.util.values import is_whole
 class Profile:
     """The static settings of launches; invalid values raise ValueError.
 
-    Profiles only grow, and lists have powers of two as widths. So there are few programs, whatever
-    requests ask for.
+    A functional call has the filters and processors that its sequences use, and no others. An
+    engine has few programs, so its profiles are ``rounded``. They are greedy or numeric: the latter
+    take every numeric setting and short lists. Scores, long lists, grammars, allowed tokens and
+    functions of the user are wide: a profile has them while a sequence that needs them runs.
     """
 
     rounds: int = 32  # R, most rounds of a launch: the host reads its buffers in one transfer
@@ -33,6 +36,7 @@ class Profile:
     filters: tuple[str, ...] = ()  # sampling filters in use, in order
     forms: tuple[tuple[str, Hashable], ...] = ()  # logits processors in use, and widths of lists
     num_stop_tokens: int = 1  # E
+    follows: bool = False  # whether the host follows the grammar of a row
 
     def __post_init__(self):
         if not is_whole(self.rounds, 1):
@@ -41,28 +45,29 @@ class Profile:
     def grown(self, sequences: Iterable[SequenceParams]) -> "Profile":
         """Return the least profile that serves the sequences too."""
         filters, forms, stops = set(self.filters), dict(self.forms), self.num_stop_tokens
+        grammars, follows = {}, self.follows
         for sequence in sequences:
+            follows |= sequence.followed_grammar is not None
             filters |= set(sampling.used_filters(sequence))
-            stops = max(stops, bucket(len(sequence.stop_token_ids), smallest=1))
+            stops = max(stops, _stop_tokens(len(sequence.stop_token_ids)))
             for name, processor in PROCESSORS.items():
-                if processor.used(sequence):
+                if not processor.used(sequence):
+                    continue
+                if name == _GRAMMARS:
+                    grammars[sequence.grammar] = None
+                    form = automata.sizes_of(grammars)
+                else:
                     form = processor.form(sequence)
-                    forms[name] = processor.join(forms.get(name, form), form)
+                forms[name] = processor.join(forms.get(name, form), form)
+        return dataclasses.replace(self._with(filters, forms, stops), follows=follows)
+
+    def _with(self, filters: Collection[str], forms: dict[str, Any], stops: int) -> "Profile":
         return dataclasses.replace(
             self,
             filters=tuple(name for name in FILTERS if name in filters),
             forms=tuple((name, forms[name]) for name in PROCESSORS if name in forms),
             num_stop_tokens=stops,
         )
-
-    def without_functions(self) -> "Profile":
-        """Return the profile for sequences without functions of the user, which are compiled in."""
-        forms = tuple(form for form in self.forms if form[0] != "logits_processors")
-        return dataclasses.replace(self, forms=forms)
-
-    def without_scores(self) -> "Profile":
-        """Return the profile for launches in which no row is scored."""
-        return dataclasses.replace(self, scoring=None)
 
     def scored(self, scoring: Scoring | None) -> "Profile":
         """Return the least profile that computes such scores too."""
@@ -71,6 +76,59 @@ class Profile:
         old = self.scoring
         count = scoring.count if old is None else max(old.count, scoring.count)
         return dataclasses.replace(self, scoring=Scoring(count, mode=scoring.mode))
+
+    def without_scores(self) -> "Profile":
+        """Return the profile for launches in which no row is scored."""
+        return dataclasses.replace(self, scoring=None)
+
+    def rounded(self) -> "Profile":
+        """Return the profile of an engine that serves this one: greedy or numeric."""
+        is_numeric = self.filters or any(name in _SHORT for name, _ in self.forms)
+        if is_numeric:
+            return self.numeric()
+        return self._with((), dict(self.forms), max(self.num_stop_tokens, _SHORT_STOPS))
+
+    def numeric(self) -> "Profile":
+        """Return the profile of an engine that serves this one and all numeric settings."""
+        forms = dict(self.forms)
+        for name, short in _SHORT.items():
+            forms[name] = PROCESSORS[name].join(forms.get(name, short), short)
+        return self._with(FILTERS, forms, max(self.num_stop_tokens, _SHORT_STOPS))
+
+    @property
+    def wide(self) -> dict[str, Any]:
+        """The forms of scores, grammars, long lists and functions; {} in most profiles."""
+        wide = {name: form for name, form in self.forms if form != _SHORT.get(name)}
+        if self.scoring is not None:
+            wide["scoring"] = (max(self.scoring.count, 1),)
+        if self.num_stop_tokens > _SHORT_STOPS:
+            wide["stop_token_ids"] = (self.num_stop_tokens,)
+        if self.follows:
+            wide["followed_grammar"] = (1,)
+        return wide
+
+    def covers(self, other: "Profile") -> bool:
+        """Return whether programs of this profile serve whom the other one serves."""
+        forms, scoring = dict(self.forms), self.scored(other.scoring).scoring
+        return (
+            (self.rounds, self.nodes, self.follows) == (other.rounds, other.nodes, other.follows)
+            and self.scoring == scoring
+            and set(self.filters) >= set(other.filters)
+            and self.num_stop_tokens >= other.num_stop_tokens
+            and all(
+                name in forms and PROCESSORS[name].join(forms[name], form) == forms[name]
+                for name, form in other.forms
+            )
+        )
+
+
+_GRAMMARS = "structured_outputs"
+_SHORT = {name: entry.short for name, entry in PROCESSORS.items() if entry.short is not None}
+_SHORT_STOPS = 16  # stop tokens; a row compares its few new tokens with them
+
+
+def _stop_tokens(count: int) -> int:
+    return bucket(count, smallest=1, factor=4)
 
 
 _IDLE = SequenceParams((0,), max_tokens=1)

@@ -4,6 +4,7 @@ JAX keeps a program with its function, its settings and the shapes. So a call fi
 compiled here, in whichever thread. Nothing runs on the device, and no buffer is allocated.
 """
 
+import dataclasses
 import functools
 import os
 import threading
@@ -20,10 +21,9 @@ from jspec.core.logprobs import Scoring
 from jspec.core.types import Request
 from jspec.engine import chunks, slots
 from jspec.engine.engine import Engine
-from jspec.engine.loop import DecodeState, init_shared, launch, prefill
+from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pages import table_of
-from jspec.engine.plan import RoundPlan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.program_memory import RELEASES
 from jspec.engine.sequences import SequenceParams
@@ -37,106 +37,148 @@ Lowering = Callable[[], jax.stages.Lowered]
 class Programs:
     """Compiles the programs that an engine lacks for a sequence.
 
-    With weights on several devices it compiles none: how these share a state is known only once
-    the state is there.
+    From then on the engine has no reason to compile while others run: see ``Profiles``. With
+    weights on several devices it compiles none: how these share a state is known only once the
+    state is there.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         leaves = jax.tree.leaves(engine.params)
         self._is_on_one = all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
+        engine.profiles.are_compiled_ahead = self._is_on_one
         self._lock = threading.Lock()
         self._known: set[Any] = set()  # functions, settings and shapes of programs
-        self._asked: set[Any] = set()  # settings of ``compile``, for a quick answer
-        self._releases = RELEASES.total()  # after which nothing is known any more
-        # True once the host follows a grammar: any sequence may then share a round with one.
-        self._follows = False
+        self._releases = RELEASES.total()  # after which no program exists any more
 
     def may_lack(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
-        """Return whether ``compile`` may find anything; this is quick.
+        """Return whether ``compile`` would find anything; this is quick.
 
         Functions of users are compiled only while they run, and are left to the engine.
         """
         if not self._is_on_one or sequences[0].logits_processors:
             return False
-        grammar = sequences[0].grammar
-        has_new = grammar is not None and grammar not in self._engine.grammars
-        has_new = has_new or self._releases != RELEASES.total()
-        has_new |= sequences[0].followed_grammar is not None and not self._follows
-        return has_new or (self._profile(sequences, scoring), scoring) not in self._asked
+        if self._releases != RELEASES.total() or not self._scores_prompts(scoring):
+            return True
+        return not self._engine.profiles.suit(self._needed(sequences, scoring))
 
-    def compile(
-        self,
-        sequences: Sequence[SequenceParams],
-        scoring: Scoring | None = None,
-        on_progress: Callable[[int, int], None] = lambda *_: None,
-    ) -> None:
-        """Compile what runs ``sequences[0]``, unless that was done. Several threads may call.
+    def may_run(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
+        """Return whether sequences may join those of the engine, and nothing will compile."""
+        if not self._is_on_one or sequences[0].logits_processors:
+            return True
+        return self._engine.profiles.cover(self._needed(sequences, scoring))
 
-        Programs are launches of every draft length, without and with the grammars of the engine,
-        rounds of grammars that the host follows, and prefills of prompts of all lengths.
+    def compile(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> None:
+        """Compile what runs ``sequences`` with those of the engine; several threads may call.
 
         Args:
-          sequences: whose settings the engine's profile will have; prompts do not count.
+          sequences: whose settings the profile will have; prompts do not count.
           scoring: scores of tokens; None for none.
-          on_progress: called with the number of programs that are done, and of all.
         """
-        if not self._is_on_one:
-            return
-        with self._lock:  # whoever finds nothing missing may go on
-            if self._releases != RELEASES.total():
-                self._releases = RELEASES.total()
-                self._known.clear()
-                self._asked.clear()
-            self._follows |= sequences[0].followed_grammar is not None
-            every = [*self._launches(sequences, scoring), *self._prefills(scoring)]
-            missing = {key: lowering for key, lowering in every if key not in self._known}
-            _compile(list(missing.values()), on_progress)
-            self._known |= missing.keys()
-            self._asked.add((self._profile(sequences, scoring), scoring))
+        if self._is_on_one:
+            with self._lock:  # whoever finds nothing missing may go on
+                if self.may_lack(sequences, scoring):
+                    needed = self._needed(sequences, scoring)
+                    # What is wide has one program, for greedy sequences too.
+                    profile = needed.numeric() if needed.wide else needed
+                    self._compile([profile], scoring)
 
-    def _profile(self, sequences: Sequence[SequenceParams], scoring: Scoring | None) -> Profile:
-        """Return the profile of launches."""
-        profile = self._engine.profile.scored(scoring).grown(sequences)
-        return profile.without_scores() if scoring is None else profile
+    def compile_basic(self, on_progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Compile what runs sequences of all numeric settings, and prompts of all lengths.
 
-    def _launches(
-        self, sequences: Sequence[SequenceParams], scoring: Scoring | None
-    ) -> Iterator[tuple[Any, Lowering]]:
-        engine, profile = self._engine, self._profile(sequences, scoring)
-        rows = [sequences[0], *[None] * (engine.num_slots - 1)]
-        table = table_of([None] * len(rows), engine.pool, engine.capacity)
-        sizes = np.int32(1), np.zeros(len(rows), bool)  # of rounds, and watched rows
+        ``on_progress`` is called with the number of programs that are done, and of all.
+        """
+        if self._is_on_one:
+            greedy = self._engine.profiles.needed(())
+            with self._lock:
+                self._compile([greedy, greedy.numeric()], None, on_progress)
+
+    def _needed(self, sequences: Sequence[SequenceParams], scoring: Scoring | None) -> Profile:
+        """Return the profile for the sequences and all of the engine."""
+        tickets = self._engine.tickets
+        every = [*sequences, *(ticket.sequence for ticket in tickets)]
+        return self._engine.profiles.needed(every, [scoring, *(each.scoring for each in tickets)])
+
+    def _scores_prompts(self, scoring: Scoring | None) -> bool:
+        """Return whether there are programs that score prompts, if ``scoring`` has these scored."""
+        return not (scoring and scoring.prompt) or ("prefill", scoring) in self._known
+
+    def _compile(
+        self,
+        profiles: Sequence[Profile],
+        scoring: Scoring | None,
+        on_progress: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        """Compile what is missing of the programs of profiles."""
+        if self._releases != RELEASES.total():
+            self._releases = RELEASES.total()
+            self._known.clear()
+        alone = [dataclasses.replace(profile, follows=False) for profile in profiles]
+        every = [each for profile in alone for each in self._launches(profile)]
+        every += [each for profile in profiles if profile.follows for each in self._rounds(profile)]
+        every += self._prefills(scoring)
+        every += [each for profile in alone for each in self._writes(profile)]
+        missing = {key: lowering for key, lowering in every if key not in self._known}
+        _compile(list(missing.values()), on_progress)
+        self._known |= missing.keys() | {("prefill", scoring)}
+        for profile in (*alone, *profiles):
+            self._engine.profiles.add(profile)
+
+    def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
+        """Yield the launches of a profile, of every draft length."""
+        engine, (request, state, table) = self._engine, self._shapes(profile)
+        sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # of rounds, and watched rows
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
-        for grammars in dict.fromkeys(((), engine.grammars)):
-            request, state = self._shapes(rows, profile, grammars)
-            for pace in engine.paces:
-                given = engine.params, request, shared, state, *sizes, table, pace.budget
-                lower = functools.partial(launch.lower, pace.plan, profile, *given)
-                yield ("launch", pace.plan, profile, _form(request)), lower
-                if self._follows:
-                    inputs = engine.params, request, shared, state
-                    yield from self._rounds(pace.plan, profile, inputs, table)
+        for pace in engine.paces:
+            given = engine.params, request, shared, state, *sizes, table, pace.budget
+            lower = functools.partial(launch.lower, pace.plan, profile, *given)
+            yield ("launch", pace.plan, profile), lower
 
-    def _rounds(
-        self, plan: RoundPlan, profile: Profile, inputs: tuple[Any, ...], table: Any
-    ) -> Iterator[tuple[Any, Lowering]]:
+    def _writes(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
+        """Yield the small programs that write the settings of a profile, and end rows."""
+        engine, size = self._engine, slots.buffer_size(self._engine.plan, self._engine.capacity)
+        request, streams = self._words(profile)
+        keyed, state, _ = self._shapes(profile)
+        state = state.replace(pools=())
+        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
+        seat = functools.partial(
+            slots.seat.lower,
+            engine.plan,
+            engine.params,
+            state,
+            request,
+            streams,
+            slot=np.int32(0),
+            text=np.zeros(size, np.int32),
+            cached=np.int32(0),
+            ready=np.bool_(False),
+            has_pages=engine.pool is not None,
+        )
+        form = _form(keyed)
+        yield ("seat", form), seat
+        yield ("with_keys", form), functools.partial(slots.with_keys.lower, request, streams)
+        rows = np.zeros(engine.num_slots, bool)
+        cancelled = functools.partial(cancel.lower, engine.plan, keyed, shared, state, rows)
+        yield ("cancel", form), cancelled
+
+    def _rounds(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the two programs of a round between which the host follows grammars."""
-        engine, form = self._engine, _form(inputs[1])
-        lower = functools.partial(draft_alone.lower, plan, *inputs, table)
-        yield ("draft", plan, form), lower
-        state, halfway = draft_alone.eval_shape(plan, *inputs, table)
-        shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
-        masks = np.zeros(shape, np.uint32), np.zeros(shape[0], bool)
-        given = *inputs[:3], state, halfway, *masks, table
-        lower = functools.partial(verify_alone.lower, plan, profile, *given)
-        yield ("verify", plan, profile, form), lower
+        engine, (request, state, table) = self._engine, self._shapes(profile)
+        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
+        for pace in engine.paces:
+            plan, inputs = pace.plan, (engine.params, request, shared, state)
+            lower = functools.partial(draft_alone.lower, plan, *inputs, table)
+            yield ("draft", plan, _form(request)), lower
+            state_after, halfway = draft_alone.eval_shape(plan, *inputs, table)
+            shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
+            masks = np.zeros(shape, np.uint32), np.zeros(shape[0], bool)
+            given = *inputs[:3], state_after, halfway, *masks, table
+            lower = functools.partial(verify_alone.lower, plan, profile, *given)
+            yield ("verify", plan, profile), lower
 
     def _prefills(self, scoring: Scoring | None) -> Iterator[tuple[Any, Lowering]]:
         engine, scoring = self._engine, scoring if scoring and scoring.prompt else None
-        rows = [None] * engine.num_slots
-        table = table_of(rows, engine.pool, engine.capacity)
-        _, state = self._shapes(rows, Profile())
+        _, state, table = self._shapes(Profile())
         for size in chunks.sizes(engine.num_slots, scoring):
             if size.width > chunks.TOTALS[0] and size.width // 2 >= engine.capacity:
                 continue  # no prompt is as long
@@ -145,22 +187,27 @@ class Programs:
             lower = functools.partial(prefill.lower, engine.plan, engine.params, *given)
             yield ("prefill", size, scoring), lower
 
-    def _shapes(
-        self, rows: Sequence[SequenceParams | None], profile: Profile, grammars: Any = ()
-    ) -> tuple[Request, DecodeState]:
-        """Return the shapes of rows in the engine."""
-        engine, size = self._engine, len(rows)
-        request, streams = request_of(rows, profile, engine.plan.target.vocab_size, grammars)
-        request = slots.with_keys.eval_shape(request, streams)
+    def _words(self, profile: Profile) -> tuple[Request, np.ndarray]:
+        """Return a request of empty slots before its keys are derived, and streams."""
+        return request_of([None] * self._engine.num_slots, profile, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._engine.plan.target.vocab_size
+
+    def _shapes(self, profile: Profile) -> tuple[Request, DecodeState, Any]:
+        """Return the shapes of the slots' request and state, and an empty table of pages."""
+        engine, rows = self._engine, [None] * self._engine.num_slots
+        request = slots.with_keys.eval_shape(*self._words(profile))
         capacity = slots.buffer_size(engine.plan, engine.capacity)
-        inputs = engine.plan, engine.params, size, capacity, engine.pool is not None
+        inputs = engine.plan, engine.params, len(rows), capacity, engine.pool is not None
         state = slots.allocate.eval_shape(*inputs)
         states = token_fsm.first_state(request.sampling.automaton)
         state = state.replace(history=state.history.replace(state=states))
         if engine.pool is not None:
             shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
             state = state.replace(pools=jax.tree.map(shape, engine.pool.buffers))
-        return request, state
+        return request, state, table_of(rows, engine.pool, engine.capacity)
 
 
 def _compile(lowerings: Sequence[Lowering], on_progress: Callable[[int, int], None]) -> None:

@@ -7,8 +7,9 @@ middle of a grammar symbol, and a character may span several tokens.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,11 @@ class Grammar:
         return arrays + sum(part.nbytes + 128 for part in self.listed)
 
     @functools.cached_property
-    def sizes(self) -> Sizes:
-        """The sizes of the device's automaton if this is the only grammar."""
-        longest = max((part.size for part in self.listed), default=0)
-        counts = self.first.size - 1, self.tokens.size, sum(part.size for part in self.listed)
-        return _sizes(*counts, longest, int(np.diff(self.first).max(initial=0)))
+    def counts(self) -> Sizes:
+        """The numbers of states, transitions and listed tokens, the longest list and state."""
+        lengths = [part.size for part in self.listed]
+        longest, most = max(lengths, default=0), int(np.diff(self.first).max(initial=0))
+        return self.first.size - 1, self.tokens.size, sum(lengths), longest, most
 
 
 def setting_of(outputs: Mapping[str, Any] | Any) -> dict[str, Any]:
@@ -270,6 +271,18 @@ def joined(
     for row, tokens in enumerate(generated):
         start[row] = _after(automaton, start[row], tokens)
     return automaton.replace(start=np.array(start, np.int32))
+
+
+def sizes_of(grammars: Iterable[Grammar]) -> Sizes:
+    """Return the sizes of the automaton of different grammars."""
+    counts = list(zip(*(grammar.counts for grammar in grammars), strict=True))
+    return _sizes(*map(sum, counts[:3]), *map(max, counts[3:]))
+
+
+def first_states(grammars: Sequence[Grammar]) -> dict[Grammar, int]:
+    """Return the number of each grammar's state 0 in the automaton of different grammars."""
+    ends = itertools.accumulate((each.counts[0] for each in grammars), initial=FREE + 1)
+    return dict(zip(grammars, ends, strict=False))
 
 
 def _after(automaton: Automaton, state: int, tokens: Sequence[int]) -> int:

@@ -144,7 +144,7 @@ def test_functions_of_requests_that_ended_are_not_compiled_into_later_programs()
     finished(served, [served.submit(row)])
     ticket = served.submit(ROWS[1])
     served.step()
-    assert not served.profile.forms
+    assert not served.profile.wide
     assert finished(served, [ticket]) == texts(rows=ROWS[1:2])
 
 
