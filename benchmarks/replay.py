@@ -72,6 +72,4 @@ def _with_target(drafter: Any, target: Replay) -> Any:
     if "parts" in names:
         parts = tuple(_with_target(part, target) for part in drafter.parts)
         return dataclasses.replace(drafter, parts=parts)
-    if "drafter" in names:  # adaptive lengths
-        return dataclasses.replace(drafter, drafter=_with_target(drafter.drafter, target))
     return dataclasses.replace(drafter, target=target) if "target" in names else drafter

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from jspec.core.types import Request as Request
     from jspec.core.types import Target as Target
     from jspec.core.types import Verdict as Verdict
-    from jspec.drafters import METHODS as METHODS
-    from jspec.drafters import DraftModel as DraftModel
-    from jspec.drafters import Eagle as Eagle
-    from jspec.drafters import Medusa as Medusa
-    from jspec.drafters import NGram as NGram
-    from jspec.drafters import NoDrafter as NoDrafter
+    from jspec.drafters.draft_model.sequential import DraftModel as DraftModel
+    from jspec.drafters.eagle import Eagle as Eagle
+    from jspec.drafters.medusa import Medusa as Medusa
+    from jspec.drafters.methods import METHODS as METHODS
+    from jspec.drafters.ngram import NGram as NGram
+    from jspec.drafters.none import NoDrafter as NoDrafter
     from jspec.engine.functional import decode as decode
     from jspec.engine.functional import generate as generate
     from jspec.engine.loop import step as step
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 # `import jspec.core.trees` loads neither drafters nor transformers.
 _MODULE_OF = {
     "LLM": "jspec.api.llm",
-    "METHODS": "jspec.drafters",
+    "METHODS": "jspec.drafters.methods",
     "RULES": "jspec.verify",
     "CompletionOutput": "jspec.api.outputs",
     "Draft": "jspec.core.types",
-    "DraftModel": "jspec.drafters",
+    "DraftModel": "jspec.drafters.draft_model.sequential",
     "Drafter": "jspec.core.types",
-    "Eagle": "jspec.drafters",
+    "Eagle": "jspec.drafters.eagle",
     "LoadedModel": "jspec.checkpoints.loading",
-    "Medusa": "jspec.drafters",
-    "NGram": "jspec.drafters",
-    "NoDrafter": "jspec.drafters",
+    "Medusa": "jspec.drafters.medusa",
+    "NGram": "jspec.drafters.ngram",
+    "NoDrafter": "jspec.drafters.none",
     "Params": "jspec.core.types",
     "Plan": "jspec.engine.plan",
     "Request": "jspec.core.types",

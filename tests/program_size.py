@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core import kv_cache
-from jspec.core.types import History, Params
-from jspec.engine.loop import DecodeState, init_shared, launch
+from jspec.core.types import Params
+from jspec.engine import slots
+from jspec.engine.loop import init_shared, launch
 from jspec.engine.pages import page_layers
-from jspec.engine.plan import Plan, RoundPlan
+from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from tests import shipped
 
@@ -25,7 +26,7 @@ class Size(NamedTuple):
 
 
 def lowered(
-    plan: Plan, params: Params, profile: Profile, rounds: RoundPlan | None = None
+    plan: Plan, params: Params, profile: Profile, rounds: Plan | None = None
 ) -> jax.stages.Lowered:
     """Lower a launch of ``SLOTS`` rows over pages, as an engine on a CPU runs it.
 
@@ -34,16 +35,8 @@ def lowered(
     request, _ = request_of([None] * SLOTS, profile, plan.target.vocab_size)
     request = request.replace(keys=jax.vmap(jax.random.key)(jnp.arange(SLOTS)))
 
-    def empty(params):
-        return DecodeState(
-            history=History(jnp.zeros((SLOTS, CAPACITY), jnp.int32), jnp.ones(SLOTS, jnp.int32)),
-            cache=plan.target.init_cache(SLOTS, CAPACITY),
-            memory=plan.drafter.init(params, request, CAPACITY),
-            done=jnp.zeros(SLOTS, bool),
-            round=jnp.int32(0),
-        ).detached()
-
-    state = jax.eval_shape(empty, params)
+    empty = functools.partial(slots.allocate, plan, has_pages=False)
+    state = jax.eval_shape(lambda given: empty(given, SLOTS, CAPACITY).detached(), params)
     num_pages = SLOTS * CAPACITY // PAGE_SIZE + 1
     layers = page_layers(plan, params, PAGE_SIZE)
     pool = functools.partial(kv_cache.allocate_pool, num_pages=num_pages, in_bits=True)

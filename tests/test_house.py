@@ -31,9 +31,9 @@ def test_jspec_has_few_folders_and_modules():
     assert len(list((house.ROOT / "jspec").glob("*.py"))) <= 4
 
 
-@pytest.mark.parametrize("table", ["jspec.drafters", "jspec.verify.rules"])
+@pytest.mark.parametrize("table", ["jspec.drafters.methods", "jspec.verify.rules"])
 def test_methods_and_rules_never_import_their_siblings(table):
-    package = table.removesuffix(".rules")
+    package = table.rpartition(".")[0]
     inside = [(i, n) for i, n in house.imports() if n.startswith(f"{package}.")]
     # The table imports the methods or rules, and the type of a rule.
     entries = {n for i, n in inside if i == table} - {"jspec.verify.rule"}
@@ -72,3 +72,16 @@ def test_one_core_module_loads_neither_drafters_nor_transformers():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_the_loop_loads_few_modules_and_no_drafter_and_no_grammar_engine():
+    code = (
+        "import sys, jspec.engine.loop; "
+        "print(*(m for m in sys.modules if m.startswith(('jspec', 'llguidance', 'outlines'))))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "jspec.engine.loop" in loaded and len(loaded) <= 45
+    parts = "drafters", "grammar", "models"
+    unneeded = "llguidance", "outlines", *(f"jspec.{part}" for part in parts)
+    assert [module for module in loaded if module.startswith(unneeded)] == []

@@ -166,8 +166,14 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
             f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
             f"draft trees of {drafter.tree_size} nodes; leave its tree out, or deterministic."
         )
-    packed = target.packs_nodes
-    return Plan(target, drafter, part.speculative.rule, packed=packed)
+    return Plan(
+        target,
+        drafter,
+        part.speculative.rule,
+        packed=target.packs_nodes,
+        lengths=part.speculative.lengths,
+        batch_sizes=part.speculative.batch_sizes,
+    )
 
 
 def _length_limit(asked: int | None, max_positions: int) -> int:

@@ -109,7 +109,7 @@ def _apply_if_asked(processor: Processor, logits: Array, arrays: Any, branches: 
 
 def apply_to_draft(
     logits: Array,
-    settings: LogitsProcessors | None,
+    settings: LogitsProcessors,
     branches: Branches,
     vocab_size: int,
     target_ids: Array | None = None,
@@ -119,8 +119,6 @@ def apply_to_draft(
     Where no token of the drafter is allowed, its logits stay as they are; no draft is accepted.
     ``target_ids`` int32 [Vd] are the target ids of a drafter's smaller vocabulary, or None.
     """
-    if settings is None:
-        return logits
     if target_ids is None:
         processed = apply(logits, settings, branches)
     else:

@@ -82,6 +82,15 @@ def _check_order(name: str, parents: Array | np.ndarray, max_depth: int) -> None
             )
 
 
+def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str = "") -> None:
+    """Raise ValueError if hidden-state indices exceed ``num_layers``; ``name`` is the drafter's."""
+    if max(capture_layers, default=0) > num_layers:
+        raise ValueError(
+            f"{name and f'{name}.'}capture_layers={capture_layers!r} must be at most {num_layers}, "
+            "the layers of the target."
+        )
+
+
 def check_forward(
     target: Target, out: TargetOutput, nodes: tuple[int, int], cache: Any, layers: tuple[int, ...]
 ) -> TargetOutput:

@@ -96,14 +96,12 @@ def first_state(automaton: Automaton | None) -> Array | None:
     return None if automaton is None else automaton.start
 
 
-def prune(automaton: Automaton | None, history: History, draft: Draft, tree: Tree) -> Draft:
+def prune(automaton: Automaton, history: History, draft: Draft, tree: Tree) -> Draft:
     """Drop looked-up nodes that the grammar forbids, and their descendants.
 
     They could never be accepted. Drawn nodes stay: they come from a distribution over allowed
     tokens, and dropping a node for its drawn value would not be exact.
     """
-    if automaton is None:
-        return draft
     states = branch_states(automaton, Branches.of_draft(history, draft, tree))
     before = jnp.take_along_axis(states, tree.parents, 1)
     _, fits = find(automaton, before, draft.tokens)
@@ -113,12 +111,12 @@ def prune(automaton: Automaton | None, history: History, draft: Draft, tree: Tre
     return draft.replace(valid=draft.valid & ~(above & forbidden[:, None]).any(-1))
 
 
-def force(automaton: Automaton | None, history: History, draft: Draft) -> Draft:
+def force(automaton: Automaton, history: History, draft: Draft) -> Draft:
     """Extend a deterministic chain wherever the grammar allows a single token.
 
     Other drafts stay as they are: a distribution over allowed tokens drafts such tokens itself.
     """
-    if automaton is None or draft.logits is not None or not trees.is_chain(draft.parents):
+    if draft.logits is not None or not trees.is_chain(draft.parents):
         return draft
     state = history.state
     tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]

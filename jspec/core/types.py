@@ -18,6 +18,7 @@ Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` 
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -286,6 +287,12 @@ class Drafter(abc.ABC):
     def missing(self, memory: Memory, history: History) -> Array:
         """Return the number of tokens that ``prefill`` must process before a row drafts, [B]."""
         return jax.numpy.zeros_like(history.length)
+
+    def at_length(self, length: int) -> "Drafter":
+        """Return the drafter with K = ``length``, at least 1, on the memory of this one."""
+        fields = {field.name for field in dataclasses.fields(self)}
+        unset = dict.fromkeys(fields & {"tree_size", "tree_depth"})  # derived from the longest K
+        return dataclasses.replace(self, num_speculative_tokens=length, **unset)
 
     def with_backlog(self, count: int) -> "Drafter":
         """Return the drafter that makes up for ``count`` missed tokens in one round, if it can."""

@@ -53,6 +53,32 @@ def check_drafter(drafter: Drafter) -> None:
             raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {expected}.")
 
 
+def check_lengths(
+    drafter: Drafter, lengths: tuple[int, ...], batch_sizes: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Refuse a choice of K that the drafter cannot follow."""
+    if not lengths and not batch_sizes:
+        return
+    name, most = type(drafter).__name__, drafter.max_depth
+    fields = {field.name for field in dataclasses.fields(drafter)}
+    is_chain = drafter.tree_size == most + 1
+    if "num_speculative_tokens" not in fields or not is_chain or most < 1:
+        raise ValueError(
+            f"drafter={name} must draft chains of num_speculative_tokens; use a chain, or a "
+            "fixed length."
+        )
+    if list(lengths) != sorted(set(lengths)) or lengths[-1:] != (most,):
+        raise ValueError(f"lengths={lengths} must ascend to {most}, the drafter's K.")
+    if lengths[0] < 0:
+        raise ValueError(f"lengths={lengths} must be at least 0.")
+    for least, last, length in batch_sizes:
+        if not 1 <= least <= last or length not in lengths:
+            raise ValueError(
+                f"batch_sizes={batch_sizes} must be of 1 or more rows and of one of the lengths "
+                f"{lengths}, unlike ({least}, {last}, {length})."
+            )
+
+
 def sharing_noise(drafter: Drafter) -> Drafter:
     """Return the drafter with ``noise="target"``; unchanged if it is deterministic.
 
@@ -100,15 +126,6 @@ def check_hashable(role: str, value: Any) -> None:
             f"{role}={type(value).__name__} must be hashable, because it keys compiled programs: "
             f"{error}; make it a frozen dataclass with tuples and frozensets as settings."
         ) from None
-
-
-def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str = "") -> None:
-    """Raise ValueError if hidden-state indices exceed ``num_layers``; ``name`` is the drafter's."""
-    if max(capture_layers, default=0) > num_layers:
-        raise ValueError(
-            f"{name and f'{name}.'}capture_layers={capture_layers!r} must be at most {num_layers}, "
-            "the layers of the target."
-        )
 
 
 def check_params(target: Target, drafter: Drafter, params: Params) -> None:

@@ -21,7 +21,6 @@ from jspec.core import validation
 from jspec.core.history import is_ended, root_alone
 from jspec.core.types import Array, Draft, Drafter, History, Params, Verdict
 from jspec.drafters.base import modes
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.trees import merge
 from jspec.util.messages import shown
 
@@ -76,12 +75,6 @@ class Hybrid(Drafter):
             raise ValueError(
                 f"parts must hold two drafters, not {len(self.parts)}; give a lookup and a network."
             )
-        for index, part in enumerate(self.parts):
-            if isinstance(part, Adaptive):
-                raise ValueError(
-                    f"parts[{index}] must have one K; give the drafter inside "
-                    f"{type(part).__name__}."
-                )
         names = [type(part).__name__ for part in self.parts]
         first, second = self.parts
         if first.proposal != "deterministic" or first.capture_layers:

@@ -24,7 +24,7 @@ class Budget:
     """Estimates of acceptance and of costs for the rounds of a launch."""
 
     rate: Array  # [B] float32, estimated probability that a node is accepted if its parent is
-    seconds: Array  # [P] float32, of a round in each of ``RoundPlan.passes``
+    seconds: Array  # [P] float32, of a round in each of ``Plan.passes``
 
     def cut(self, passes: tuple[Pass, ...], draft: Draft, tree: Tree, done: Array) -> Draft:
         """Return the draft with the nodes that the budget leaves valid.

@@ -35,7 +35,6 @@ from jspec.core import validation
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.token_fsm import FREE
 from jspec.core.types import Params, Request, Shared
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import answers, chunks, program_memory, slots
 from jspec.engine.answers import Answer
 from jspec.engine.chunks import Chunk
@@ -44,7 +43,7 @@ from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
-from jspec.engine.plan import Plan, RoundPlan
+from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.profiles import Profiles
 from jspec.engine.sequences import SequenceParams, check_fit, check_priority
@@ -191,8 +190,7 @@ class Engine:
         self._unread: collections.deque[_Dispatched] = collections.deque()
         self._grammars: tuple[Grammar, ...] = ()
         self._num_idle_steps = 0  # in a row, in which nothing ran
-        is_adaptive = isinstance(plan.drafter, Adaptive)
-        self._pacing = Pacing(plan, num_slots) if is_adaptive else None
+        self._pacing = Pacing(plan, num_slots) if plan.lengths else None
         self._is_alone = True  # whether launches alone ran since the last one
         self._has_launched = False  # whether a launch was dispatched since the engine was idle
         self._last_end: float | None = None  # of a launch, if it was seen to end
@@ -336,7 +334,7 @@ class Engine:
             self.run(sequences, **options)
             return
         try:
-            for length in self.plan.drafter.lengths:
+            for length in self.plan.lengths:
                 self._pacing.pinned = length
                 self.run(sequences, **options)
         finally:
@@ -698,7 +696,7 @@ class Engine:
         return any(ticket.follower for ticket in self._ready)
 
     def _followed(
-        self, plan: RoundPlan, profile: Profile, state: DecodeState, table: np.ndarray | None
+        self, plan: Plan, profile: Profile, state: DecodeState, table: np.ndarray | None
     ) -> tuple[Shared, DecodeState, Launch]:
         """Run a round in two programs; in between the host makes masks for the draft."""
         inputs = self.params, self._request, self.shared

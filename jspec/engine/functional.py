@@ -20,7 +20,7 @@ from flax import struct
 from jspec.core import token_fsm, validation
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import Array, Drafter, Params, Request, Shared, Target
-from jspec.drafters import NoDrafter
+from jspec.drafters.none import NoDrafter
 from jspec.engine import answers as results
 from jspec.engine import chunks, loop, slots
 from jspec.engine.answers import Answer
@@ -262,7 +262,7 @@ def _prefilled(
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
     """Decode up to ``rounds`` more rounds (None: to the end). Consumes ``batch``.
 
-    A plan with an ``Adaptive`` drafter drafts the longest K; ``plan.at_length`` gives another one.
+    A plan with a choice of K drafts the longest; ``plan.at_length`` gives another one.
     Each launch is dispatched before the one before it is read.
     """
     left, unread = rounds, collections.deque()

@@ -5,8 +5,7 @@ from flax import struct
 
 from jspec.core import logprobs
 from jspec.core.logprobs import Logprobs, Scoring
-from jspec.core.types import Array, Draft, Drafter, History, Sampling, Tree, Verdict
-from jspec.engine.profile import Profile
+from jspec.core.types import Array, Draft, History, Sampling, Tree, Verdict
 
 
 @struct.dataclass
@@ -45,14 +44,29 @@ class Launch:
         return self.replace(logprobs=self.logprobs.likeliest(scoring.count))
 
 
-def empty(profile: Profile, drafter: Drafter, history: History) -> Launch:
-    """Return a launch before its first round."""
+def empty(
+    history: History,
+    *,
+    rounds: int,
+    max_depth: int,
+    num_nodes: int | None = None,
+    scoring: Scoring | None = None,
+) -> Launch:
+    """Return a launch before its first round.
+
+    Args:
+      history: before it.
+      rounds: R, most rounds.
+      max_depth: K.
+      num_nodes: N, to record the drafted trees; None for no record.
+      scoring: how tokens are scored; None for no scores.
+    """
     batch = history.length.shape[0]
-    unset = lambda *shape: jnp.full((profile.rounds, batch, *shape), -1, jnp.int32)
-    nodes = Nodes(unset(drafter.tree_size), unset(drafter.tree_size)) if profile.nodes else None
-    size = profile.rounds * (drafter.max_depth + 1)
-    scores = None if profile.scoring is None else profile.scoring.empty(batch, size)
-    passed = jnp.zeros(profile.rounds, jnp.int32)
+    unset = lambda *shape: jnp.full((rounds, batch, *shape), -1, jnp.int32)
+    nodes = None if num_nodes is None else Nodes(unset(num_nodes), unset(num_nodes))
+    size = rounds * (max_depth + 1)
+    scores = None if scoring is None else scoring.empty(batch, size)
+    passed = jnp.zeros(rounds, jnp.int32)
     counts = unset(), unset(), unset(), passed
     return Launch(history.length, jnp.int32(0), *counts, nodes, scores)
 
@@ -105,15 +119,10 @@ def record(
 
 
 def ended(
-    launch: Launch,
-    profile: Profile,
-    drafter: Drafter,
-    history: History,
-    done: Array,
-    num_cached: Array,
+    launch: Launch, max_depth: int, history: History, done: Array, num_cached: Array
 ) -> Launch:
-    """Return the launch with the tokens that its rounds added to ``history``."""
-    size = profile.rounds * (drafter.max_depth + 1)
+    """Return the launch with the tokens that its rounds, of K = ``max_depth``, added."""
+    size = len(launch.accepted) * (max_depth + 1)
     positions = launch.start[:, None] + jnp.arange(size)
     tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
     return launch.replace(tokens=tokens, length=history.length, done=done, num_cached=num_cached)

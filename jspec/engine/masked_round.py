@@ -15,9 +15,10 @@ from jspec.core.branches import Branches
 from jspec.core.logits_processors import NodeMasks
 from jspec.core.types import Array, Draft, Params, Request, Shared
 from jspec.engine import launches
-from jspec.engine.launches import Launch, Profile
-from jspec.engine.loop import DecodeState, first_half, second_half
-from jspec.engine.plan import RoundPlan
+from jspec.engine.launches import Launch
+from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
+from jspec.engine.round import DecodeState, first_half, second_half
 from jspec.util.promotion import standard_promotion
 
 
@@ -46,7 +47,7 @@ class Halfway:
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 @standard_promotion
 def draft_alone(
-    plan: RoundPlan,
+    plan: Plan,
     params: Params,
     request: Request,
     shared: Shared,
@@ -68,7 +69,7 @@ def draft_alone(
 )
 @standard_promotion
 def verify_alone(
-    plan: RoundPlan,
+    plan: Plan,
     profile: Profile,
     params: Params,
     request: Request,
@@ -91,10 +92,18 @@ def verify_alone(
     state, draft = state.attached(table), halfway.whole
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(used))
     masks = NodeMasks.of_draft(bits, used, Branches.of_draft(state.history, draft, tree))
-    carry = shared, state, launches.empty(profile, plan.drafter, state.history)
+    empty = launches.empty(
+        state.history,
+        rounds=profile.rounds,
+        max_depth=plan.max_depth,
+        num_nodes=plan.tree_size if profile.nodes else None,
+        scoring=profile.scoring,
+    )
     settings = logits_processors.masked(request.sampling.processors, masks)
     request = request.replace(sampling=request.sampling.replace(processors=settings))
-    shared, state, ran = second_half(plan, params, request, None, carry, draft, tree)
+    shared, state, ran = second_half(
+        plan, params, request, None, (shared, state, empty), draft, tree
+    )
     state = state if table is None else state.detached()
-    ran = launches.ended(ran, profile, plan.drafter, state.history, state.done, state.num_cached)
+    ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     return shared, state, ran

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.budget import MOST_SURE, Budget, expected
 from jspec.engine.costs import Costs
 from jspec.engine.launches import Launch
-from jspec.engine.plan import Plan, RoundPlan
+from jspec.engine.plan import Plan
 
 _PRIOR, _FIRST = 0.6, 4.0  # acceptance rate before any draft, and the tried tokens it counts for
 _EVIDENCE, _MEMORY = 24.0, 400.0  # most tried tokens that the past of a row, and of all, counts for
@@ -38,17 +37,16 @@ _NEVER = np.float32(1e9)  # seconds
 class Pace(NamedTuple):
     """The draft length, the budget and the size of a launch."""
 
-    plan: RoundPlan
+    plan: Plan
     budget: Budget | None = None
     rounds: int | None = None  # at most; None for any number
 
 
 class Pacing:
-    """Chooses the pace of an engine's launches for an ``Adaptive`` drafter."""
+    """Chooses the pace of an engine's launches for a plan with a choice of K."""
 
     def __init__(self, plan: Plan, num_slots: int):
-        self._drafter: Adaptive = plan.drafter
-        lengths = self._drafter.lengths
+        self._plan, lengths = plan, plan.lengths
         self._plans = {length: plan.at_length(length) for length in lengths}
         self._passes = {length: each.passes(num_slots) for length, each in self._plans.items()}
         kinds = [(length, each.total) for length in lengths for each in self._passes[length]]
@@ -63,7 +61,7 @@ class Pacing:
     @property
     def by_rows(self) -> bool:
         """True if the number of unfinished rows decides, so that a launch ends with any row."""
-        return bool(self._drafter.batch_sizes)
+        return bool(self._plan.batch_sizes)
 
     def forget(self, slot: int) -> None:
         """Start afresh for the next sequence of a slot."""
@@ -74,7 +72,7 @@ class Pacing:
         if self.pinned is not None:
             return self._even_pace(self.pinned)
         if self.by_rows:
-            return Pace(self._plans[self._drafter.for_rows(int(running.sum()))])
+            return Pace(self._plans[self._plan.for_rows(int(running.sum()))])
         if not self.costs.is_known:
             return self._even_pace(self._length)
         rates = self._known.rates()
@@ -120,7 +118,7 @@ class Pacing:
           seconds: that it took; None if this is not known.
         """
         count = int(ran.rounds)
-        length, rounds = pace.plan.drafter.max_depth, np.zeros(len(self.costs.kinds), int)
+        length, rounds = pace.plan.max_depth, np.zeros(len(self.costs.kinds), int)
         of_rounds = ran.accepted[:count], ran.proposed[:count], ran.drafted[:count]
         for accepted, proposed, drafted in zip(*of_rounds, strict=True):
             ran_rows = rows & (accepted >= 0)

@@ -441,7 +441,9 @@ def _caches_of_page(
     caches = lambda: kv_cache.caches_of(
         (plan.target.init_cache(1, size), plan.drafter.init(params, request, size))
     )
-    stored = lambda like: jax.ShapeDtypeStruct(like.shape, dtype or like.dtype)
+    # Drafters may allocate more slots than asked for, but all caches share the table of pages.
+    shape = lambda like: (*like.shape[:2], size, *like.shape[3:])
+    stored = lambda like: jax.ShapeDtypeStruct(shape(like), dtype or like.dtype)
     return [
         cache.replace(layers=jax.tree.map(stored, cache.layers)) for cache in jax.eval_shape(caches)
     ]

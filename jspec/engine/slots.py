@@ -9,6 +9,7 @@ from jax import lax
 
 from jspec.core import kv_cache, token_fsm
 from jspec.core.types import Array, History, Params, Request
+from jspec.engine import backlog
 from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
@@ -32,12 +33,17 @@ def allocate(plan: Plan, params: Params, batch: int, size: int, has_pages: bool)
     All rows are done. With pages, caches have no layers of their own.
     """
     request, _ = request_of([None] * batch, Profile(), plan.target.vocab_size)
+    missed, spare = None, 0
+    if plan.may_pause:
+        missed = backlog.init(plan.target, plan.drafter, params, batch)
+        spare = backlog.SIZE  # tokens that are prefilled at once
     state = DecodeState(
         history=History(jnp.zeros((batch, size), jnp.int32), jnp.ones(batch, jnp.int32)),
         cache=plan.target.init_cache(batch, size),
-        memory=plan.drafter.init(params, request, size),
+        memory=plan.drafter.init(params, request, size + spare),
         done=jnp.ones(batch, bool),
         round=jnp.int32(0),
+        missed=missed,
     )
     return state.detached().replace(pools=()) if has_pages else state
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import ops
-from jspec.core import kv_cache, trees, validation
+from jspec.core import kv_cache, shape_checks, trees, validation
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import mla, moe
@@ -242,7 +242,7 @@ def trunk(
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
-    validation.check_captured(capture_layers, config.num_layers)
+    shape_checks.check_captured(capture_layers, config.num_layers)
     cos, sin = rope_lib.cos_sin(config.rope, config.rope_dim, positions)
     stream = [x]
 

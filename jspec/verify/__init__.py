@@ -6,8 +6,21 @@ can enumerate the shipped code. Sampled rounds run ``match`` as ``follow``, whic
 enumerate both. ``Plan`` takes the user's own ``Rule`` in place of a name.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jspec.verify.rule import Rule
-from jspec.verify.rules import MAKERS, RULES, load_rule, synthetic, typical
 from jspec.verify.verdicts import verify
 
-__all__ = ["MAKERS", "RULES", "Rule", "load_rule", "synthetic", "typical", "verify"]
+if TYPE_CHECKING:
+    from jspec.verify.rules import MAKERS, RULES, check_fit, load_rule, synthetic, typical
+
+__all__ = ["MAKERS", "RULES", "Rule", "check_fit", "load_rule", "synthetic", "typical", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the table of all rules at its first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'jspec.verify' has no attribute {name!r}")
+    value = vars(importlib.import_module("jspec.verify.rules"))[name]
+    return globals().setdefault(name, value)

@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from jspec.core.types import Proposal
+from jspec.core.types import Drafter, Proposal
 from jspec.util.messages import shown
 from jspec.util.values import imported
 from jspec.verify.block import block
 from jspec.verify.match import match
 from jspec.verify.rejection import rejection
 from jspec.verify.rule import Rule
-from jspec.verify.synthetic import Synthetic
-from jspec.verify.typical import Typical
+from jspec.verify.synthetic_acceptance import Synthetic
+from jspec.verify.typical_acceptance import Typical
 
 _ALL = frozenset(get_args(Proposal))
 
 
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
-    """Return Medusa's typical acceptance, which is lossy; see ``jspec.verify.typical.Typical``."""
+    """Return Medusa's typical acceptance, which is lossy; see ``typical_acceptance.Typical``."""
     summary = "Medusa's: accept tokens that the target finds likely enough, by its entropy; greedy "
     summary += "decoding stays exact"
     walk = Typical(threshold, alpha)
@@ -55,6 +55,53 @@ RULES = {
 
 # The rules with settings of their own, and the functions that make them.
 MAKERS = {"typical": typical, "synthetic": synthetic}
+
+
+def check_fit(rule: Rule, drafter: Drafter) -> None:
+    """Refuse pairs that are not exact, unless the rule is lossy, and rules for other depths.
+
+    Raises:
+      ValueError: as said, or the rule has a kernel that would never run.
+    """
+    proposal, name = drafter.proposal, type(drafter).__name__
+    if proposal == "chain" and drafter.tree_size != drafter.max_depth + 1:
+        raise ValueError(
+            f"{name} has proposal='chain', but tree_size={drafter.tree_size} nodes for "
+            f"max_depth={drafter.max_depth}; name the proposal of its siblings, such as "
+            "'without_replacement'."
+        )
+    if rule.lossless and proposal not in rule.exact_for:
+        fitting = [known.name for known in RULES.values() if proposal in known.exact_for]
+        raise ValueError(
+            f"rule={rule.name!r} is not exact for the {proposal!r} drafts of {name}; use one of "
+            f"{', '.join(fitting)}."
+        )
+    least, most = rule.depths
+    if not least <= drafter.max_depth <= (drafter.max_depth if most is None else most):
+        depths = f"{least} or more" if most is None else f"{least}"
+        raise ValueError(
+            f"rule={rule.name!r} is set for drafts of depth {depths}, but {name} drafts to depth "
+            f"{drafter.max_depth}; give Plan a rule made for it, such as "
+            f"rule=jspec.verify.{rule.name}(...)."
+        )
+    _check_kernel(rule, drafter)
+
+
+def _check_kernel(rule: Rule, drafter: Drafter) -> None:
+    """Refuse a kernel that would never run."""
+    effective = rule.for_proposal(drafter.proposal).name
+    if rule.implementation is not None and effective != rule.name:
+        raise ValueError(
+            f"rule={rule.name!r} names implementation={rule.implementation!r}, but the drafts of "
+            f"{type(drafter).__name__} are deterministic (as are all dynamic trees), and "
+            f"{effective!r}, which judges those, has no kernel; leave implementation out, or have "
+            "drafts drawn."
+        )
+    if rule.implementation is not None and drafter.proposal == "deterministic_last":
+        raise ValueError(
+            f"rule={rule.name!r} names implementation={rule.implementation!r}, but no kernel "
+            f"takes the {drafter.proposal!r} drafts of {type(drafter).__name__}; leave it out."
+        )
 
 
 def load_rule(path: str, key: str = "rule") -> Rule:

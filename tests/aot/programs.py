@@ -13,13 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jspec import ops
 from jspec.core import kv_cache
 from jspec.core.sampling import FILTERS
-from jspec.core.types import History, Params, Request, Sampling
+from jspec.core.types import Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
-from jspec.drafters.base.adaptive import Adaptive
+from jspec.engine import slots
 from jspec.engine.budget import Budget
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.pages import page_layers
-from jspec.engine.plan import Plan, RoundPlan
+from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
@@ -210,14 +210,14 @@ def plans(implementation: str | None) -> dict[str, Plan]:
         "eagle3, chain": Plan(target, Eagle(head, target, 7), judged("rejection")),
         "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
         "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
-        "eagle3, adaptive": Plan(target, Adaptive(Eagle(head, target, 7), (0, 3, 7))),
+        "eagle3, adaptive": Plan(target, Eagle(head, target, 7), lengths=(0, 3, 7)),
     }
 
 
 def prompt(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     """Trace a prefill of a chunk of ``CHUNK`` tokens, over contiguous caches or pages."""
     params, request = _params(plan), jax.eval_shape(_request)
-    state = jax.eval_shape(functools.partial(_state, plan), params, request)
+    state = jax.eval_shape(functools.partial(_state, plan), params)
     table = None
     if pages:
         table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
@@ -232,15 +232,15 @@ def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     """Trace a launch of the loop of a plan, sampled, over contiguous caches or pages."""
     params = _params(plan)
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
-    state = jax.eval_shape(functools.partial(_state, plan), params, request)
+    state = jax.eval_shape(functools.partial(_state, plan), params)
     rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
     table = None
     if pages:
         table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
         state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
     weights, rest = put(params, weights=True), (request, shared, state, rounds, watched, table)
-    if isinstance(plan.drafter, Adaptive):
-        length = plan.drafter.max_depth
+    if plan.lengths:
+        length = plan.max_depth
         rest = (*rest, jax.eval_shape(functools.partial(_budget, plan.at_length(length))))
         plan = plan.at_length(length)
     return launch.trace(plan, Profile(), weights, *map(put, rest))
@@ -250,21 +250,16 @@ def _params(plan: Plan) -> Params:
     """Return the shapes of the weights."""
     narrow, key = dict(dtype=jnp.bfloat16), jax.random.key(0)
     networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
-    init = networks[type(_network_of(plan))].init_params
+    init = networks[type(plan.drafter)].init_params
     return jax.eval_shape(
         lambda: Params(
             decoder.init_params(key, plan.target.config, **narrow),
-            init(key, _network_of(plan).config, **narrow),
+            init(key, plan.drafter.config, **narrow),
         )
     )
 
 
-def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
-    """The drafter without ``Adaptive`` around it."""
-    return plan.drafter.drafter if isinstance(plan.drafter, Adaptive) else plan.drafter
-
-
-def _budget(plan: RoundPlan) -> Budget:
+def _budget(plan: Plan) -> Budget:
     return Budget(jnp.zeros((BATCH,), jnp.float32), jnp.zeros(len(plan.passes(BATCH)), jnp.float32))
 
 
@@ -276,14 +271,8 @@ def _request() -> Request:
     return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
 
 
-def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
-    return DecodeState(
-        history=History(jnp.zeros((BATCH, CAPACITY), jnp.int32), jnp.zeros((BATCH,), jnp.int32)),
-        cache=plan.target.init_cache(BATCH, CAPACITY),
-        memory=plan.drafter.init(params, request, CAPACITY),
-        done=jnp.zeros((BATCH,), bool),
-        round=jnp.int32(0),
-    )
+def _state(plan: Plan, params: Params) -> DecodeState:
+    return slots.allocate(plan, params, BATCH, CAPACITY, has_pages=False)
 
 
 def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState) -> DecodeState:
@@ -295,7 +284,7 @@ def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the target's and the drafter's cache buffers on one device."""
-    drafter, target = _network_of(plan), plan.target
+    drafter, target = plan.drafter, plan.target
     slots = jax.eval_shape(lambda: target.init_cache(BATCH, CAPACITY)).layers[0].k.shape[2]
     caches = [(target.config, slots)]
     if isinstance(drafter, DraftModel):

@@ -10,7 +10,6 @@ import pytest
 import jspec
 from jspec.core.logprobs import Scoring
 from jspec.drafters import Hybrid, ParallelDraftModel
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.functional import SequenceParams, generate_sequences, start
 from jspec.engine.profile import Profile
 from jspec.models.decoder import Decoder
@@ -141,7 +140,6 @@ def test_weights_of_another_target_raise(params, words):
         (EAGLE, None, ["Eagle: pass EagleParams, not None"]),
         (EAGLE, heads.random_params("medusa"), ["pass EagleParams, not a MedusaParams"]),
         (heads.drafter("medusa", 4), heads.random_params("eagle"), ["pass MedusaParams"]),
-        (Adaptive(tiny.DRAFT, (0, 4)), None, ["Adaptive", "DraftModel: pass DecoderParams"]),
         (Hybrid((tiny.NGRAM, EAGLE)), None, ["Hybrid", "Eagle: pass EagleParams, not None"]),
         (Hybrid((tiny.NGRAM, EAGLE)), heads.random_params("eagle"), ["must be a pair"]),
     ],

@@ -57,12 +57,13 @@ class Successor(jspec.NoDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat(jspec.NoDrafter):
+class Repeat(jspec.Drafter):
     """A drafter without weights that repeats the last token, or ``phrase``."""
 
     vocab_size: int
     phrase: tuple[int, ...] = ()
 
+    proposal = "deterministic"
     max_depth = property(lambda self: len(self.phrase) or 1)
     tree_size = property(lambda self: self.max_depth + 1)
 

@@ -8,7 +8,6 @@ import pytest
 
 from jspec.core.types import Params
 from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
@@ -150,16 +149,6 @@ def test_shared_state_is_kept_for_both_parts():
             {},
             "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; use "
             "draft_sample_method='probabilistic' or 'greedy', or combine='choose'.",
-        ),
-        (
-            (Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT),
-            {},
-            "parts[0] must have one K; give the drafter inside Adaptive.",
-        ),
-        (
-            (LOOKUP, Adaptive(tiny.DRAFT, (2, 4))),
-            {},
-            "parts[1] must have one K; give the drafter inside Adaptive.",
         ),
         (
             (LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jspec.core import trees
 from jspec.core.types import Draft, Params
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import loop
 from jspec.engine.budget import Budget, expected
 from jspec.engine.costs import Costs
@@ -40,7 +39,7 @@ class PackedTarget(ToyTarget):
         return super().forward(params, tokens, tree, cache, capture_layers)
 
 
-PLAN = Plan(PackedTarget(8), Adaptive(ScriptedDrafter(LONGEST, 8), (0, 2, LONGEST)), packed=True)
+PLAN = Plan(PackedTarget(8), ScriptedDrafter(LONGEST, 8), packed=True, lengths=(0, 2, LONGEST))
 
 
 class World:
@@ -66,7 +65,7 @@ class World:
 
     @property
     def best(self):
-        return max(self.fixed(length) for length in PLAN.drafter.lengths)
+        return max(self.fixed(length) for length in PLAN.lengths)
 
     def run(self, launches):
         """Return the tokens a second."""
@@ -75,12 +74,12 @@ class World:
             pace = self.pacing.choose(np.ones(ROWS, bool))
             ran, took = self.launch(pace)
             self.pacing.learn(pace, ran, np.ones(ROWS, bool), took)
-            self.paces.append((pace.plan.drafter.max_depth, ran.drafted))
+            self.paces.append((pace.plan.max_depth, ran.drafted))
             tokens, seconds = tokens + (ran.accepted + 1).sum(), seconds + took
         return tokens / seconds
 
     def launch(self, pace):
-        passes, length = pace.plan.passes(ROWS), pace.plan.drafter.max_depth
+        passes, length = pace.plan.passes(ROWS), pace.plan.max_depth
         count = min(ROUNDS, pace.rounds or ROUNDS)
         proposes = self.random.random((ROUNDS, ROWS)) < self.shares
         valid = np.array(cut(passes, length, pace.budget, proposes))[:count]
@@ -207,10 +206,9 @@ def test_a_new_sequence_of_a_slot_starts_afresh():
 
 
 def test_a_table_of_batch_sizes_decides_alone():
-    drafter = Adaptive(ScriptedDrafter(LONGEST, 8), (0, 2, LONGEST), ((3, 8, 2),))
-    pacing = Pacing(dataclasses.replace(PLAN, drafter=drafter), ROWS)
+    pacing = Pacing(dataclasses.replace(PLAN, batch_sizes=((3, 8, 2),)), ROWS)
     paces = [pacing.choose(np.arange(ROWS) < count) for count in (1, 3, 8)]
-    assert [pace.plan.drafter.max_depth for pace in paces] == [LONGEST, 2, 2]
+    assert [pace.plan.max_depth for pace in paces] == [LONGEST, 2, 2]
     assert all(pace.budget is None for pace in paces)
 
 
@@ -371,7 +369,7 @@ def test_a_budget_that_looks_at_the_drafted_tokens_would_be_seen(monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(4,), (0, 2, 4)])
 def test_an_engine_that_paces_itself_keeps_the_texts_and_compiles_one_program_a_length(lengths):
-    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, lengths), "coupled", packed=True)
+    plan = Plan(tiny.TARGET, tiny.DRAFT, "coupled", packed=True, lengths=lengths)
     rows = [
         SequenceParams(prompt, max_tokens=24 + 5 * stream, temperature=0.9 * (stream % 2))
         for stream, prompt in enumerate(tiny.prompts((1, 9, 5, 3, 7, 2, 12, 4)))

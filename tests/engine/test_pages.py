@@ -571,3 +571,9 @@ def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
         ValueError, match=f"leaves 10 bytes, but one page of 16 tokens takes {each:,}"
     ):
         of(kv_cache_memory_bytes=10)
+
+
+def test_pages_of_all_caches_have_one_size_whatever_a_drafter_adds_to_its_buffers():
+    plan = Plan(tiny.TARGET, tiny.DRAFT.with_backlog(16))
+    layers = jax.tree.leaves(pages.page_layers(plan, tiny.params(), 16))
+    assert {leaf.shape[2] for leaf in layers} == {16}

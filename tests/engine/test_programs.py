@@ -8,7 +8,6 @@ import pytest
 
 from jspec.core.logprobs import Scoring
 from jspec.drafters import TokenRecycling
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine import functional as host
 from jspec.engine import program_memory
 from jspec.engine.engine import Engine
@@ -24,7 +23,7 @@ TOKENIZER, END = Spelling(("", "a", "b", "ab", "ba", "aa", "1", "2", "12", ":", 
 DRAFTERS = {
     "none": tiny.NONE,
     "draft_model": tiny.DRAFT,
-    "a choice of lengths": Adaptive(tiny.NGRAM, (0, 2, 4)),
+    "a choice of lengths": tiny.NGRAM,
     "shared state": TokenRecycling(tiny.VOCAB, 3, tree_size=8),
 }
 
@@ -45,7 +44,8 @@ def compiled(caplog):
 
 
 def engine_of(name, has_pages):
-    plan = Plan(tiny.TARGET, DRAFTERS[name], packed=True)
+    lengths = (0, 2, 4) if name == "a choice of lengths" else ()
+    plan = Plan(tiny.TARGET, DRAFTERS[name], packed=True, lengths=lengths)
     pool = Pool(plan, tiny.params(), num_pages=40, page_size=16) if has_pages else None
     size = dict(num_slots=3, capacity=100, profile=Profile(rounds=3))
     return Engine(plan, tiny.params(), pool=pool, **size)

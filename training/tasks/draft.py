@@ -19,7 +19,8 @@ from jspec.checkpoints.heads.mask_token import SERVED, mask_token_id
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array
-from jspec.drafters import DraftModel, ParallelDraftModel
+from jspec.drafters.draft_model.parallel import ParallelDraftModel
+from jspec.drafters.draft_model.sequential import DraftModel
 from jspec.drafters.draft_model.vocabularies import check_same
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams

@@ -11,7 +11,8 @@ import jax
 from jspec.checkpoints import loading
 from jspec.checkpoints.heads.eagle_layers import default_capture_layers
 from jspec.checkpoints.loading import LoadedModel
-from jspec.drafters import Eagle, ParallelEagle
+from jspec.drafters.eagle import Eagle
+from jspec.drafters.parallel_eagle import ParallelEagle
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached

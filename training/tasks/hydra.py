@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jspec.checkpoints import loading
 from jspec.checkpoints.heads import hydra
 from jspec.checkpoints.loading import LoadedModel
-from jspec.drafters import Hydra
+from jspec.drafters.hydra import Hydra
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training.data.settings import Data
 from training.errors import bad_option, check_least

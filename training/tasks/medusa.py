@@ -16,7 +16,7 @@ from flax import struct
 from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array
-from jspec.drafters import Medusa
+from jspec.drafters.medusa import Medusa
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
-from jspec.drafters import MlpSpeculator
+from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.data.settings import Data

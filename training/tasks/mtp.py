@@ -23,7 +23,7 @@ from jspec.checkpoints import loading, stitching
 from jspec.checkpoints.heads import mtp as mtp_files
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array
-from jspec.drafters import Mtp
+from jspec.drafters.mtp import Mtp
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams

@@ -21,9 +21,8 @@ from jspec.api.config.keys import (
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Drafter
-from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.hybrid import Hybrid
+from jspec.drafters.methods import ALWAYS_PARALLEL, METHODS, PARALLEL
 from jspec.drafters.trees import tree_settings
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import did_you_mean, shown
@@ -39,7 +38,7 @@ class SpeculativeConfig:
     """A checked ``speculative_config``, from ``read``.
 
     Attributes:
-      method: a name in ``jspec.drafters.METHODS``, or "custom_class".
+      method: a name in ``jspec.drafters.methods.METHODS``, or "custom_class".
       rule: a name in ``jspec.verify.RULES``, or the rule itself if it has settings or is the
         user's own.
       model: model of the drafter: a path, a hub id or a loaded model. None for methods without one,
@@ -91,10 +90,8 @@ class SpeculativeConfig:
             pairs = zip(self.parts, draft, strict=True)
             return Hybrid(tuple(part.drafter(x, target) for part, x in pairs), **self.settings)
         if self.drafter_class:
-            drafter = custom_class.build(self.drafter_class, self.settings, target, self.rule)
-        else:
-            drafter = self._built_in(draft, target)
-        return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
+            return custom_class.build(self.drafter_class, self.settings, target, self.rule)
+        return self._built_in(draft, target)
 
     def _built_in(self, draft: DecoderConfig | HeadConfig | None, target: Decoder) -> Drafter:
         parallel = self.parallel

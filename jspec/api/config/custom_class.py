@@ -19,9 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jspec import verify
 from jspec.api.config.keys import CUSTOM_CLASS, KEYS, RULE_KEYS
-from jspec.core import validation
+from jspec.core import shape_checks, validation
 from jspec.core.types import Drafter
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.models.decoder import Decoder
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import imported
@@ -117,7 +116,7 @@ def build(
     filled = {"target": target, "vocab_size": target.vocab_size}
     built = drafter(**{name: filled[name] for name in names & filled.keys()} | dict(chosen))
     validation.check_drafter(built)
-    validation.check_captured(built.capture_layers, target.config.num_layers, drafter.__name__)
+    shape_checks.check_captured(built.capture_layers, target.config.num_layers, drafter.__name__)
     if (verify.RULES[rule] if isinstance(rule, str) else rule).shares_noise:
         validation.sharing_noise(built)  # raises if the drafter cannot
     return built
@@ -125,8 +124,7 @@ def build(
 
 def params_of(drafter: Drafter, target_params: Any) -> Any:
     """Return the weights of a custom drafter, or None if it has none."""
-    inner = drafter.drafter if isinstance(drafter, Adaptive) else drafter
-    return inner.load_params(target_params) if isinstance(inner, LoadsParams) else None
+    return drafter.load_params(target_params) if isinstance(drafter, LoadsParams) else None
 
 
 def _check_class(drafter: type) -> None:

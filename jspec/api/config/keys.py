@@ -220,7 +220,7 @@ ELSEWHERE = {
 }
 
 HYBRID = "hybrid"  # made of two other methods
-CUSTOM_CLASS = "custom_class"  # no entry of ``jspec.drafters.METHODS``
+CUSTOM_CLASS = "custom_class"  # no entry of ``jspec.drafters.methods.METHODS``
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
 METHODS_REFUSED = {
     "cascade": "removed, because it gained nothing; use 'draft_model', or 'hybrid' with ngram",

@@ -20,7 +20,7 @@ from jspec.api.config.keys import (
 from jspec.checkpoints.families import common
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads.head_files import LoadedHead
-from jspec.drafters import METHODS
+from jspec.drafters.methods import METHODS
 from jspec.util.messages import did_you_mean, shown
 
 NONE = "none"

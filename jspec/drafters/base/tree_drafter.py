@@ -125,7 +125,7 @@ class TreeDrafter(Drafter):
                 "where it is more: use a multiple, or fewer tokens."
             )
 
-    @property
+    @functools.cached_property
     def proposal(self) -> str:
         """The way in which the children of a node are chosen."""
         return tree_settings.proposal(self.draft_tree, self.method)

@@ -70,10 +70,13 @@ class Drawing:
         ``drafted`` are the target ids from below the root down to each node, int32 [B, F, M], -1
         past their end; None for no tokens. ``any_branch`` applies only what all branches share.
         """
-        processors, branches = self.request.sampling.processors, Branches.at_root(self.history)
+        processors = self.request.sampling.processors
+        if processors is None:
+            return logits
+        branches = Branches.at_root(self.history)
         if drafted is not None:
             branches = branches.replace(drafted=drafted)
-        if any_branch and processors is not None:
+        if any_branch:
             processors = processors.of_any_branch
         return logits_processors.apply_to_draft(
             logits, processors, branches, self.vocab_size, self.draft_to_target

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array, Draft, Params, Request, Shared, Tree
-from jspec.engine import loop
 from jspec.engine.functional import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
@@ -115,7 +114,7 @@ def _drafted(
     A sum of the tokens comes second, so that XLA computes them.
     """
     draft, _, listed = _first_half(plan, params, request, shared, state)
-    index = loop.smallest_pass(plan.passes(len(listed)), listed)
+    index = round.smallest_pass(plan.passes(len(listed)), listed)
     return jnp.stack([index, jnp.where(listed, draft.tokens, 0).sum()])
 
 
@@ -126,14 +125,14 @@ def _logits(
 ) -> Array:
     """Draft; return the logits of a pass of that size."""
     drafted = _first_half(plan, params, request, shared, state)
-    return loop.run_pass(plan, (size,), params, state.cache, *drafted)[-1].logits
+    return round.run_pass(plan, (size,), params, state.cache, *drafted)[-1].logits
 
 
 def _first_half(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> tuple[Draft, Tree, Array]:
     """Return a draft, its tree, and the nodes to verify, bool [B, N]."""
-    draft, tree, _ = loop.first_half(plan, params, request, shared, state)
+    draft, tree, _ = round.first_half(plan, params, request, shared, state)
     return draft, tree, draft.valid & ~state.done[:, None]
 
 

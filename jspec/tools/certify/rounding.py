@@ -15,7 +15,7 @@ from jax import lax
 
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.types import Array, History, Params, Sampling, Target
-from jspec.drafters import NoDrafter
+from jspec.drafters.none import NoDrafter
 from jspec.engine import chunks
 from jspec.engine.loop import DecodeState, prefill
 from jspec.engine.plan import Plan

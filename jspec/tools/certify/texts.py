@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jspec.core.types import Params
-from jspec.drafters import NoDrafter
+from jspec.drafters.none import NoDrafter
 from jspec.engine.functional import Answer, generate_sequences, generate_sharing
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan

@@ -81,7 +81,7 @@ class Observer(Drafter):
 def observed(plan: Plan) -> Plan:
     """Return the plan whose steps ``watch`` can look into."""
     size = plan.drafter.tree_size
-    return dataclasses.replace(plan, drafter=Observer(plan.drafter), node_buckets=(size,))
+    return Plan(plan.target, Observer(plan.drafter), plan.rule, (size,), packed=plan.packed)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -17,9 +17,9 @@ from jspec import verify
 from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, sampling, token_fsm, trees
 from jspec.core.branches import Branches
+from jspec.core.history import root_alone
 from jspec.core.types import Array, Draft, Drafter, History, Params, Round, Shared
 from jspec.drafters.base import modes
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.engine.functional import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
@@ -63,16 +63,16 @@ class Recorder(Drafter):
     """A drafter that wraps ``inner`` and stores a record of the last round in its memory."""
 
     inner: Drafter
-    rounds: Drafter  # that propose and update on its memory: ``inner``, or one of its lengths
+    rounds: Drafter | None  # ``inner`` at the K of the trace, on its memory; None for K = 0
     rule: verify.Rule  # for these drafts
     noise: str = "own"  # the noise of ``inner`` is set already
 
-    max_depth = property(lambda self: self.rounds.max_depth)
-    tree_size = property(lambda self: self.rounds.tree_size)
+    max_depth = property(lambda self: self.rounds.max_depth if self.rounds else 0)
+    tree_size = property(lambda self: self.rounds.tree_size if self.rounds else 1)
     capture_layers = property(lambda self: self.inner.capture_layers)
     reads_pages = property(lambda self: self.inner.reads_pages)
     lookahead = property(lambda self: self.inner.lookahead)
-    proposal = property(lambda self: self.rounds.proposal)
+    proposal = property(lambda self: self.rounds.proposal if self.rounds else "deterministic")
 
     def init(self, params, request, capacity: int) -> RecorderMemory:
         """Allocate the inner drafter's memory and an empty record."""
@@ -100,13 +100,17 @@ class Recorder(Drafter):
 
     def propose(self, params, request, shared, memory: RecorderMemory, history):
         """Draft with the inner drafter."""
+        memory = memory.replace(grammar=history.state)
+        if self.rounds is None:
+            return root_alone(history), memory
         draft, inner = self.rounds.propose(params, request, shared, memory.inner, history)
-        return draft, memory.replace(inner=inner, grammar=history.state)
+        return draft, memory.replace(inner=inner)
 
     def update(self, round: Round):
         """Update the inner drafter, and record the round."""
         memory: RecorderMemory = round.memory
-        inner, shared = self.rounds.update(round.replace(memory=memory.inner))
+        drafter = self.rounds or self.inner
+        inner, shared = drafter.update(round.replace(memory=memory.inner))
         history = round.history
         length = history.length - round.verdict.num_emitted
         before = History(history.tokens, length, memory.grammar)
@@ -146,11 +150,9 @@ def record(
 
 def _recording(plan: Plan) -> Plan:
     """Return the plan with a recorder as its drafter."""
-    rounds = plan
-    if isinstance(plan.drafter, Adaptive):
-        rounds = plan.at_length(plan.drafter.for_rows(1))
-    recorder = Recorder(plan.drafter, rounds.drafter, rounds.effective_rule)
-    return Plan(plan.target, recorder, rounds.rule, rounds.node_buckets)
+    rounds = plan.at_length(plan.for_rows(1)) if plan.lengths else plan
+    recorder = Recorder(plan.drafter, rounds.drafting, rounds.effective_rule)
+    return Plan(plan.target, recorder, recorder.rule)
 
 
 def _unwrapped(batch: Batch) -> Batch:

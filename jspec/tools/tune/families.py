@@ -12,7 +12,6 @@ from jspec.checkpoints.loading import LoadedModel
 from jspec.core import trees
 from jspec.core.trees import StaticTree
 from jspec.core.types import Drafter
-from jspec.drafters.base.adaptive import Adaptive
 from jspec.drafters.trees import tree_settings
 from jspec.tools.bench.names import name_of, names_of
 from jspec.tools.tune.settings import Settings
@@ -81,9 +80,9 @@ class Family:
     def probe(self) -> Candidate:
         """The candidate that records acceptance: the config itself, or the widest draft."""
         if self.max_k is None:
-            drafter = self.build(self.config).plan.drafter
-            tree, depth = _tree_of(drafter), drafter.max_depth
-            return Candidate(self, self.name, self.config, tree, depth, drafter.tree_size)
+            plan = self.build(self.config).plan
+            tree = None if plan.lengths else _tree_of(plan.drafter)
+            return Candidate(self, self.name, self.config, tree, plan.max_depth, plan.tree_size)
         if not self.takes_trees:
             return self.chain(self.max_k)
         full = tree_settings.full(self.max_k, _TOP_K)
@@ -177,7 +176,7 @@ def _tree_of(drafter: Drafter) -> StaticTree | None:
     if tree is not None:
         return tree
     is_chain = drafter.tree_size == drafter.max_depth + 1 and drafter.max_depth > 0
-    return chain(drafter.max_depth) if is_chain and not isinstance(drafter, Adaptive) else None
+    return chain(drafter.max_depth) if is_chain else None
 
 
 def _static_tree(drafter: Any) -> StaticTree | None:

@@ -1,8 +1,8 @@
-"""The committed tokens that a paused drafter has missed, and how it catches up.
+"""The committed tokens that a drafter missed while nothing was drafted, and how it catches up.
 
-While nothing is drafted the network does not run, but the text grows. ``Drafter.missing`` counts
-the tokens that the drafter lacks. ``prefill`` processes them like a prompt, with the target's
-features at their positions if the drafter reads any; those wait in buffers until then.
+In launches with K = 0 a network does not run, but the text grows. ``Drafter.missing`` counts the
+tokens that it lacks. ``prefill`` processes them like a prompt, with the target's features at their
+positions if the drafter reads any; those wait in ``DecodeState.missed`` until then.
 
 That happens in a loop of zero or more turns and not in a branch: a loop updates a cache in place,
 whereas a cache that leaves a branch is copied.
@@ -12,21 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.core.types import Array, Drafter, History, Memory, Params, TargetOutput, Verdict
+from jspec.core.types import Array, Drafter, History, Memory, Params, Target, TargetOutput, Verdict
 
 SIZE = 32  # most missing tokens whose features wait
-
 
 # The target's features of the missing positions, from slot 0: [B, SIZE, D] a captured layer.
 Waiting = tuple[Array, ...]
 
 
-def init(drafter: Drafter, params: Params, batch: int) -> Waiting:
+def init(target: Target, drafter: Drafter, params: Params, batch: int) -> Waiting:
     """Return empty buffers."""
     if not drafter.capture_layers:
         return ()
     ids = jax.ShapeDtypeStruct((batch, SIZE), jnp.int32)
-    like = jax.eval_shape(drafter.target.embed, params.target, ids)
+    like = jax.eval_shape(target.embed, params.target, ids)
     return tuple(jnp.zeros(like.shape, like.dtype) for _ in drafter.capture_layers)
 
 
