@@ -41,12 +41,12 @@ from jspec.engine.chunks import Chunk
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
-from jspec.engine.pacing import Pace, Pacing
 from jspec.engine.pages import Holding, Pool, table_of
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.profiles import Profiles
 from jspec.engine.sequences import SequenceParams, check_fit, check_priority
+from jspec.engine.speculation import LaunchPlan, SpeculationController
 from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
 from jspec.grammar.followed import Follower, num_words
@@ -134,7 +134,7 @@ class _Dispatched:
     launch: Launch
     members: list[Ticket | None]
     most_tokens: int  # that a sequence gains in it
-    pace: Pace
+    chosen: LaunchPlan
     begin: float | None  # seconds; None if something else ran before it
 
 
@@ -190,7 +190,7 @@ class Engine:
         self._unread: collections.deque[_Dispatched] = collections.deque()
         self._grammars: tuple[Grammar, ...] = ()
         self._num_idle_steps = 0  # in a row, in which nothing ran
-        self._pacing = Pacing(plan, num_slots) if plan.lengths else None
+        self._speculation = SpeculationController(plan, num_slots) if plan.lengths else None
         self._is_alone = True  # whether launches alone ran since the last one
         self._has_launched = False  # whether a launch was dispatched since the engine was idle
         self._last_end: float | None = None  # of a launch, if it was seen to end
@@ -225,9 +225,11 @@ class Engine:
         return [ticket for ticket in tickets if ticket is not None and not ticket.finished]
 
     @property
-    def paces(self) -> list[Pace]:
-        """A pace of every program that launches may have."""
-        return [Pace(self.plan)] if self._pacing is None else self._pacing.paces
+    def launch_plans(self) -> list[LaunchPlan]:
+        """A plan of every program that launches may have."""
+        if self._speculation is None:
+            return [LaunchPlan(self.plan)]
+        return self._speculation.launch_plans
 
     def submit(
         self,
@@ -330,15 +332,15 @@ class Engine:
 
     def warm_up(self, sequences: Sequence[SequenceParams], **options: Any) -> None:
         """Compile what ``sequences`` need: ``run`` them with every length of the drafts."""
-        if self._pacing is None:
+        if self._speculation is None:
             self.run(sequences, **options)
             return
         try:
             for length in self.plan.lengths:
-                self._pacing.pinned = length
+                self._speculation.pinned = length
                 self.run(sequences, **options)
         finally:
-            self._pacing.pinned = None
+            self._speculation.pinned = None
 
     def settle(self) -> None:
         """Hand the texts that the host ended to a drafter with shared state."""
@@ -503,8 +505,8 @@ class Engine:
             has_pages=has_pages,
         )
         self._is_stale = False
-        if self._pacing is not None:
-            self._pacing.forget(slot)
+        if self._speculation is not None:
+            self._speculation.forget(slot)
 
     def _prefill(self) -> None:
         """Prefill a chunk of the prompts that wait."""
@@ -667,11 +669,11 @@ class Engine:
     def _dispatch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
         members = self._members
-        pace, is_wanted = Pace(self.plan), self._has_waiting()
-        if self._pacing is not None:
-            pace = self._pacing.choose(np.array([ticket is not None for ticket in members]))
-            rounds = min(rounds, pace.rounds or rounds)
-            is_wanted |= self._pacing.by_rows
+        chosen, is_wanted = LaunchPlan(self.plan), self._has_waiting()
+        if self._speculation is not None:
+            chosen = self._speculation.choose(np.array([ticket is not None for ticket in members]))
+            rounds = min(rounds, chosen.rounds or rounds)
+            is_wanted |= self._speculation.by_rows
         watched = np.array([ticket is not None and is_wanted for ticket in members])
         self._renew_request()
         profile = dataclasses.replace(self.profile, follows=self._follows)
@@ -679,15 +681,15 @@ class Engine:
         inputs = self.params, self._request, self.shared, state, np.int32(rounds), watched
         table = self._table_of(self._slots)
         if self._follows:
-            self.shared, state, ran = self._followed(pace.plan, profile, state, table)
+            self.shared, state, ran = self._followed(chosen.plan, profile, state, table)
             self._is_alone = False
         else:
-            self.shared, state, ran = launch(pace.plan, profile, *inputs, table, pace.budget)
+            self.shared, state, ran = launch(chosen.plan, profile, *inputs, table, chosen.budget)
         self.profiles.add(profile)
         self._state = state if self.pool is None else self.pool.take_back(state)
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         begin = time.perf_counter() if self._is_alone else None
-        self._unread.append(_Dispatched(ran, members, most_tokens, pace, begin))
+        self._unread.append(_Dispatched(ran, members, most_tokens, chosen, begin))
         self._is_alone = self._has_launched = True
 
     @property
@@ -751,13 +753,13 @@ class Engine:
         """Bring a launch to the host; learn what it took, if it was seen to begin and to end."""
         is_late = dispatched.launch.rounds.is_ready()
         ran, end = jax.device_get(dispatched.launch), time.perf_counter()
-        if self._pacing is not None:
+        if self._speculation is not None:
             begin, seconds = dispatched.begin, None
             if begin is not None and self._last_end is not None and not is_late:
                 seconds = end - max(begin, self._last_end)
             pairs = zip(dispatched.members, self._slots, strict=True)
             rows = np.array([was is not None and was is now for was, now in pairs])
-            self._pacing.learn(dispatched.pace, ran, rows, seconds)
+            self._speculation.learn(dispatched.chosen, ran, rows, seconds)
         self._last_end = None if is_late else end
         return ran
 

@@ -129,10 +129,10 @@ class Programs:
         engine, (request, state, table) = self._engine, self._shapes(profile)
         sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # of rounds, and watched rows
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
-        for pace in engine.paces:
-            given = engine.params, request, shared, state, *sizes, table, pace.budget
-            lower = functools.partial(launch.lower, pace.plan, profile, *given)
-            yield ("launch", pace.plan, profile), lower
+        for chosen in engine.launch_plans:
+            given = engine.params, request, shared, state, *sizes, table, chosen.budget
+            lower = functools.partial(launch.lower, chosen.plan, profile, *given)
+            yield ("launch", chosen.plan, profile), lower
 
     def _writes(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the small programs that write the settings of a profile, and end rows."""
@@ -165,8 +165,8 @@ class Programs:
         """Yield the two programs of a round between which the host follows grammars."""
         engine, (request, state, table) = self._engine, self._shapes(profile)
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
-        for pace in engine.paces:
-            plan, inputs = pace.plan, (engine.params, request, shared, state)
+        for chosen in engine.launch_plans:
+            plan, inputs = chosen.plan, (engine.params, request, shared, state)
             lower = functools.partial(draft_alone.lower, plan, *inputs, table)
             yield ("draft", plan, _form(request)), lower
             state_after, halfway = draft_alone.eval_shape(plan, *inputs, table)
