@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from jspec.drafters.none import NoDrafter as NoDrafter
     from jspec.engine.functional import decode as decode
     from jspec.engine.functional import generate as generate
-    from jspec.engine.loop import step as step
     from jspec.engine.plan import Plan as Plan
+    from jspec.engine.round import step as step
     from jspec.models import adapters as adapters
     from jspec.tools.certify import certify as certify
     from jspec.tools.trace import trace as trace
@@ -64,7 +64,7 @@ _MODULE_OF = {
     "decode": "jspec.engine.functional",
     "generate": "jspec.engine.functional",
     "load": "jspec.checkpoints.loading",
-    "step": "jspec.engine.loop",
+    "step": "jspec.engine.round",
     "trace": "jspec.tools.trace",
 }
 __all__ = list(_MODULE_OF)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from jspec.core.types import Params
-from jspec.engine import functional, loop
+from jspec.engine import functional, round
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from tests import tiny
@@ -34,7 +34,7 @@ def functions_of_a_round() -> dict[Path, set[int]]:
 
     try:
         sys.setprofile(enter)
-        loop.step.trace(plan, params, batch.request, batch.shared, batch.state)
+        round.step.trace(plan, params, batch.request, batch.shared, batch.state)
     finally:
         sys.setprofile(None)
     folders = ROOT / "jspec", ROOT / "kernels"

@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.core import sampling
 from jspec.core.history import root_token
-from jspec.core.trees import StaticTree
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Array, Draft, Drafter
 from jspec.drafters.trees import tree_settings
 

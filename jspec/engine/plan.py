@@ -92,6 +92,9 @@ class Plan:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "batch_sizes", tuple(map(tuple, self.batch_sizes)))
         validation.check_lengths(self.drafter, self.lengths, self.batch_sizes)
+        if self.length is not None:
+            choice = tuple(sorted({self.length, self.drafter.max_depth}))
+            validation.check_lengths(self.drafter, choice, ())
         buckets = listed("node_buckets", self.node_buckets) or self.drafter.node_buckets
         size = self.drafter.tree_size
         ascending = are_whole(buckets, 1) and list(buckets) == sorted(set(buckets))

@@ -30,6 +30,7 @@ from jspec.engine import backlog, launches
 from jspec.engine.budget import Budget
 from jspec.engine.launches import Launch
 from jspec.engine.plan import Pass, Plan
+from jspec.util.promotion import standard_promotion
 
 
 @struct.dataclass
@@ -67,6 +68,22 @@ class DecodeState:
 
 # Of the loop. The last item is None for those who want no results.
 Carry = tuple[Shared, DecodeState, Launch | None]
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+@standard_promotion
+def step(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Shared, DecodeState]:
+    """Add 1 to K+1 tokens to every unfinished sequence.
+
+    One program, compiled at the first call with a plan and shapes. Unlike ``decode`` it consumes
+    nothing, so old states stay valid; ``jax.jit`` with ``donate_argnames`` saves the copy.
+
+    Invariant, on entry and on exit: the caches hold every committed token except the last one,
+    which is the root (node 0) of the next draft.
+    """
+    return run_round(plan, params, request, None, (shared, state, None))[:2]
 
 
 def run_round(

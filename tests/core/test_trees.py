@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core import trees
+from jspec.core import static_trees, trees
 
 
 @st.composite
@@ -75,7 +75,7 @@ def test_the_first_nodes_of_a_tree_are_a_tree():
 
 
 def test_nodes_of_a_static_tree_are_sorted_by_depth_and_path():
-    tree = trees.from_choices([[2], (0, 1), [0], (2, 0, 4), (2, 0)])
+    tree = static_trees.from_choices([[2], (0, 1), [0], (2, 0, 4), (2, 0)])
     assert tree.parents == (-1, 0, 0, 1, 2, 4) and tree.ranks == (0, 0, 2, 1, 0, 4)
     assert tree.depth == (0, 1, 1, 2, 2, 3) and tree.num_children == (2, 1, 1, 0, 1, 0)
     assert tree.size == 6 and tree.max_depth == 3 and not tree.gapless
@@ -83,7 +83,7 @@ def test_nodes_of_a_static_tree_are_sorted_by_depth_and_path():
 
 @pytest.mark.parametrize("depth", [1, 5])
 def test_a_chain_is_the_tree_of_first_children(depth):
-    tree = trees.from_choices([(0,) * length for length in range(1, depth + 1)])
+    tree = static_trees.from_choices([(0,) * length for length in range(1, depth + 1)])
     assert tree.parents == tuple(trees.chain(depth).tolist()) and tree.gapless
 
 
@@ -102,4 +102,4 @@ def test_a_chain_is_the_tree_of_first_children(depth):
 )
 def test_invalid_rank_paths_raise(paths, message):
     with pytest.raises(ValueError, match=message):
-        trees.from_choices(paths)
+        static_trees.from_choices(paths)

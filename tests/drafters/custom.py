@@ -88,6 +88,22 @@ class Drawn(Repeat):
 
 
 @dataclasses.dataclass(frozen=True)
+class Echo(jspec.Drafter):
+    """A drafter of the last token, K times."""
+
+    num_speculative_tokens: int
+
+    proposal = "deterministic"
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)
+
+    def propose(self, params, request, shared, memory, history):
+        drafted = jnp.repeat(root_token(history)[:, None], self.tree_size, 1)
+        valid, chain = jnp.ones(drafted.shape, bool), trees.chain(self.max_depth)
+        return jspec.Draft(drafted, chain, valid, max_depth=self.max_depth), memory
+
+
+@dataclasses.dataclass(frozen=True)
 class Half(jspec.Drafter):
     """A drafter that lacks members and arguments."""
 
@@ -116,7 +132,7 @@ class Duck:
 
 
 @dataclasses.dataclass
-class Mutable:
+class Mutable(jspec.Drafter):
     """A dataclass that is not frozen."""
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.checkpoints.heads import mask_token, vocabulary
-from jspec.core import trees
+from jspec.core import static_trees, trees
 from jspec.core.types import Params
 from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
@@ -80,7 +80,7 @@ def test_rank_paths_give_a_tree_or_raise(paths):
     if not isinstance(paths, list | tuple):
         return
     results = []
-    if refused(lambda: results.append(trees.from_choices(paths)), names=("tree",)) is None:
+    if refused(lambda: results.append(static_trees.from_choices(paths)), names=("tree",)) is None:
         (static,) = results
         tree = trees.from_parents(np.array(static.parents), static.max_depth)
         assert (tree.depth[1:] == tree.depth[static.parents[1:],] + 1).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints import checkpoint
-from jspec.core import kv_cache, trees
+from jspec.core import kv_cache, static_trees, trees
 from jspec.models import decoder, layers, moe
 
 torch = pytest.importorskip("torch")
@@ -124,7 +124,7 @@ def prefill_and_verify(params, config, prompt, nodes):
     out = decoder.forward(params, config, prompt, chain, cache, tuple(range(LAYERS + 1)))
     rows = jnp.broadcast_to(jnp.arange(size), prompt.shape)
     cache = kv_cache.append(cache, out.tree_kv, rows, jnp.full((batch,), size))
-    static = trees.from_choices(PATHS)
+    static = static_trees.from_choices(PATHS)
     tree = trees.from_parents(np.array(static.parents, np.int32), static.max_depth)
     return out, decoder.forward(params, config, nodes, tree, cache).logits
 
@@ -133,7 +133,7 @@ def test_logits_of_prompts_and_trees_equal_transformers(case):
     model, config, params, _ = case
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB, (2, PROMPT)).astype(np.int32)
-    static = trees.from_choices(PATHS)
+    static = static_trees.from_choices(PATHS)
     nodes = rng.integers(0, VOCAB, (2, static.size)).astype(np.int32)
     out, tree_logits = prefill_and_verify(params, config, prompt, nodes)
     with torch.no_grad():

@@ -130,15 +130,15 @@ def params_of(drafter: Drafter, target_params: Any) -> Any:
 def _check_class(drafter: type) -> None:
     """Raise one error that lists every fault of a class."""
     name = drafter.__name__
-    if not dataclasses.is_dataclass(drafter) or not drafter.__dataclass_params__.frozen:
-        raise ValueError(
-            f"{name} must be a frozen dataclass, so that plans with equal settings share their "
-            "compiled programs; decorate it with @dataclasses.dataclass(frozen=True)."
-        )
     if not issubclass(drafter, Drafter):
         raise ValueError(
             f"{name} is no jspec.Drafter; inherit from jspec.Drafter, or from jspec.NoDrafter and "
             "its defaults."
+        )
+    if not dataclasses.is_dataclass(drafter) or not drafter.__dataclass_params__.frozen:
+        raise ValueError(
+            f"{name} must be a frozen dataclass, so that plans with equal settings share their "
+            "compiled programs; decorate it with @dataclasses.dataclass(frozen=True)."
         )
     fields = {field.name for field in dataclasses.fields(drafter)}
     absent = [

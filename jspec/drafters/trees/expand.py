@@ -15,7 +15,7 @@ import numpy as np
 
 from jspec.core import sampling
 from jspec.core.history import root_token
-from jspec.core.trees import StaticTree
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Array, Draft
 from jspec.drafters.trees.drawing import Children, Drawing, Feed, Frontier, all_depths, largest
 from jspec.drafters.trees.tree_settings import Dynamic

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jspec.core import sampling
-from jspec.core.trees import StaticTree
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Array, Draft
 from jspec.drafters.trees import expand
 from jspec.drafters.trees.drawing import Drawing, chain_draft

@@ -9,8 +9,8 @@ import dataclasses
 import heapq
 import itertools
 
-from jspec.core import trees
-from jspec.core.trees import StaticTree
+from jspec.core import static_trees
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Proposal
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
@@ -106,7 +106,7 @@ def requested(
     }
     check_positive(**settings)
     if tree not in OF_ANY_DEPTH:
-        static = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
+        static = published(tree) if isinstance(tree, str) else static_trees.from_choices(tree)
         return _agreeing(tree, static, settings)
     depth = tree_depth if num_speculative_tokens is None else num_speculative_tokens
     if depth is None:
@@ -117,7 +117,7 @@ def requested(
         )
     if tree == "chain":
         paths = [(0,) * length for length in range(1, depth + 1)]
-        return _agreeing(tree, trees.from_choices(paths), settings)
+        return _agreeing(tree, static_trees.from_choices(paths), settings)
     if tree == "best_first":
         if tree_top_k is not None:
             raise ValueError("tree_top_k is not used by tree='best_first'; leave it out.")
@@ -210,7 +210,7 @@ def published(name: str) -> StaticTree:
         counts = zip(above, map(int, line.split()), strict=False)
         above = [(*path, rank) for path, count in counts for rank in range(count)]
         paths += above
-    return trees.from_choices(paths)
+    return static_trees.from_choices(paths)
 
 
 def best(size: int, max_depth: int, top_k: int) -> StaticTree:
@@ -241,7 +241,7 @@ def best(size: int, max_depth: int, top_k: int) -> StaticTree:
             heapq.heappush(heap, (sibling, next(counter), (*path[:-1], path[-1] + 1)))
         if len(path) < max_depth:
             heapq.heappush(heap, (weight * _chance(0), next(counter), (*path, 0)))
-    return trees.from_choices(paths)
+    return static_trees.from_choices(paths)
 
 
 def full(max_depth: int, top_k: int) -> int:

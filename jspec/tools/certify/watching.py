@@ -17,8 +17,8 @@ from jax import lax
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Drafter, Params, Request, Shared, Tree
-from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
+from jspec.engine.round import DecodeState, step
 from jspec.util.promotion import standard_promotion
 
 # Conditions that every draft must meet, in words for its author.

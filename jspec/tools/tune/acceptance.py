@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.trees import StaticTree
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.engine.functional import Answer
 from jspec.engine.plan import Plan

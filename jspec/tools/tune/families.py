@@ -9,8 +9,8 @@ from jspec.api import config
 from jspec.api.build import Build, build_plan
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
-from jspec.core import trees
-from jspec.core.trees import StaticTree
+from jspec.core import static_trees
+from jspec.core.static_trees import StaticTree
 from jspec.core.types import Drafter
 from jspec.drafters.trees import tree_settings
 from jspec.tools.bench.names import name_of, names_of
@@ -88,12 +88,12 @@ class Family:
         full = tree_settings.full(self.max_k, _TOP_K)
         paths = tree_settings.best(min(_PROBE_NODES, full), self.max_k, _TOP_K).paths
         spine = [(0,) * depth + (rank,) for depth in range(self.max_k) for rank in range(_TOP_K)]
-        return self.tree(trees.from_choices({*paths, *spine}))
+        return self.tree(static_trees.from_choices({*paths, *spine}))
 
 
 def chain(depth: int) -> StaticTree:
     """Return the static tree of a chain."""
-    return trees.from_choices([(0,) * length for length in range(1, depth + 1)])
+    return static_trees.from_choices([(0,) * length for length in range(1, depth + 1)])
 
 
 def families_of(target: LoadedModel, settings: Settings) -> list[Family]:

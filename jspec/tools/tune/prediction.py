@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.trees import StaticTree
+from jspec.core.static_trees import StaticTree
 from jspec.engine.functional import Answer
 from jspec.tools.tune.acceptance import Recording, Round, accepted_by
 

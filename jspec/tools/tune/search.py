@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jspec.api.llm import LLM
-from jspec.core import trees
+from jspec.core import static_trees
 from jspec.tools.bench.contenders import Ours
 from jspec.tools.bench.names import portable
 from jspec.tools.bench.timing import Contender, race, ratios, spread
@@ -211,7 +211,7 @@ class Search:
         for depth in range(2, family.max_k + 1) if sizes else ():
             best = best_trees(chances[:depth], largest)
             candidates += [
-                family.tree(trees.from_choices(best.of_size(size)))
+                family.tree(static_trees.from_choices(best.of_size(size)))
                 for size in sizes
                 if np.isfinite(best.tokens[size])
             ]

@@ -9,6 +9,7 @@ import pytest
 import jspec
 from jspec.api import config
 from jspec.cli import main
+from jspec.drafters.methods import METHODS
 from jspec.engine.plan import Plan
 from tests import llm_fixtures, tiny
 from tests.drafters import custom
@@ -124,6 +125,18 @@ def test_all_faults_of_a_class_are_named_at_once():
     ):
         assert wrong in message
     assert "'init'" not in message
+
+
+def test_a_line_in_the_table_of_methods_makes_a_class_a_method(target, monkeypatch):
+    monkeypatch.setitem(METHODS, "echo", custom.Echo)
+    prompt = {"prompt_token_ids": [5]}
+    params = jspec.SamplingParams(max_tokens=16, temperature=0, detokenize=False, ignore_eos=True)
+    plain, drafted = (
+        jspec.LLM(target, given).generate(prompt, params)[0].outputs[0]
+        for given in (None, {"method": "echo", "num_speculative_tokens": 2})
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.speculative_decoding_stats["num_draft_tokens"] > 0
 
 
 def test_a_class_is_checked_before_any_model_is_opened():

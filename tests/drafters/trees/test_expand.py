@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sampling, trees
+from jspec.core import sampling, static_trees
 from jspec.core.types import History, Request
 from jspec.drafters.trees import expand, tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
@@ -17,7 +17,7 @@ from tests import fakes
 
 V, STATES, B = 12, 97, 5
 TABLE = np.asarray(fakes.table(3, STATES, V, scale=2.0))
-BUSH = trees.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
+BUSH = static_trees.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
 
 
 def state_after(state, token):
@@ -143,7 +143,7 @@ def test_tokens_of_probability_0_are_no_nodes_of_a_dynamic_tree():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_node_of_a_static_tree_is_its_parents_token_of_that_rank(temperature):
-    gaps = trees.from_choices([(1,), (4,), (1, 2), (4, 0), (4, 3), (4, 3, 1)])
+    gaps = static_trees.from_choices([(1,), (4,), (1, 2), (4, 0), (4, 3), (4, 3, 1)])
     for tree in (gaps, BUSH, tree_settings.requested("chain", 3)):
         draft = jax.device_get(grow(request(B, temperature), jnp.arange(B), tree))
         assert draft.logits is None and draft.sampled is None and draft.valid.all()
@@ -186,7 +186,7 @@ def test_the_recorded_distribution_is_the_processed_one_after_each_nodes_path(me
 
 @pytest.mark.parametrize("method", ["probabilistic", "top_plus_one"])
 def test_children_beyond_the_tokens_with_weight_are_invalid_and_so_is_all_below_them(method):
-    tree = trees.from_choices([(0,), (1,), (2,), (2, 0), (0, 0), (0, 1), (0, 2)])
+    tree = static_trees.from_choices([(0,), (1,), (2,), (2, 0), (0, 0), (0, 1), (0, 2)])
     draft = jax.device_get(grow(request(B, 1.0, top_k=2), jnp.arange(B), tree, method))
     #                              root  0     1     2      00    01    02     20
     assert (draft.valid == np.array([1, 1, 1, 0, 1, 1, 0, 0], bool)).all()
@@ -196,10 +196,9 @@ def test_children_beyond_the_tokens_with_weight_are_invalid_and_so_is_all_below_
 
 def test_a_reduced_vocabulary_is_drafted_in_the_targets_ids():
     ids = jnp.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 96], jnp.int32)
-    plain = jax.device_get(grow(request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)])))
-    mapped = grow(
-        request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)]), draft_to_target=ids
-    )
+    pair = static_trees.from_choices([(0,), (1,)])
+    plain = jax.device_get(grow(request(B, 0.0), jnp.arange(B), pair))
+    mapped = grow(request(B, 0.0), jnp.arange(B), pair, draft_to_target=ids)
     assert (np.asarray(mapped.tokens[:, 1:]) == np.asarray(ids)[plain.tokens[:, 1:]]).all()
 
 
@@ -212,7 +211,7 @@ WEIGHTS = np.array([0.5, 0.3, 0.15, 0.05])
 @functools.cache
 def siblings(method):
     """Return the draft of two nodes at depth 1 with three children each, in many rows."""
-    tree = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
+    tree = static_trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
     distribution = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
     logits = jnp.broadcast_to(distribution, (ROWS, 1, 4))  # the same for all nodes
     drawing = Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)

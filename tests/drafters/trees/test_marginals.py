@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import trees
+from jspec.core import static_trees
 from jspec.drafters.trees import expand, marginals, tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.drafters.trees.tree_settings import BestFirst
@@ -108,4 +108,4 @@ def test_a_tree_that_drops_nodes_for_their_values_is_greedy():
     assert tree_settings.proposal(tree, "greedy") == "deterministic"
     with pytest.raises(ValueError, match="not exact for tree='best_first'"):
         tree_settings.drawn_by("best_first", tree, "probabilistic")
-    assert isinstance(trees.from_choices([(0,)]), tree_settings.DraftTree)
+    assert isinstance(static_trees.from_choices([(0,)]), tree_settings.DraftTree)

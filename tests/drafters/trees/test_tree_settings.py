@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jspec.core import trees
+from jspec.core import static_trees
 from jspec.drafters.trees import tree_settings
 
 # Nodes by depth, as the tables' own repositories count them.
@@ -33,7 +33,7 @@ def test_eagles_tree_has_eagles_paths():
         "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
     )
     paths = [tuple(map(int, path)) for path in listed.split()]
-    assert tree_settings.published("eagle_mc_sim_7b_63") == trees.from_choices(paths)
+    assert tree_settings.published("eagle_mc_sim_7b_63") == static_trees.from_choices(paths)
 
 
 def test_medusas_tree_has_medusas_longest_and_last_paths():

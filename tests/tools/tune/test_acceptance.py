@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import trees
+from jspec.core import static_trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.functional import generate_sequences
@@ -20,7 +20,7 @@ from tests import tiny
 from tests.fakes import RandomDrafter, ToyTarget, TreeTableDrafter, script, table
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)  # of the golden numbers: every draft is accepted alike
-BUSH = trees.from_choices([(0,), (1,), (0, 0), (0, 1)])
+BUSH = static_trees.from_choices([(0,), (1,), (0, 0), (0, 1)])
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def test_passes_are_predicted_exactly_if_the_text_does_not_depend_on_the_draft()
 
 def test_a_path_that_reached_a_leaf_is_continued_at_random():
     rounds = [Round((1,))] * 4000 + [Round(()), Round((), drafted=False)]
-    tree = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)])
+    tree = static_trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)])
     counts = acceptance.Acceptance(
         np.full((3, 2), 10**6), 10**5 * np.array([[5, 2], [6, 3], [5, 1]])
     )

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jspec.core import trees
+from jspec.core import static_trees
 from jspec.tools.tune.trees import best_trees
 
 SEQUOIA = (0.7, 0.1, 0.05, 0.03)
@@ -69,7 +69,7 @@ def test_the_golden_numbers_of_the_papers_program(chances, size, tokens):
     deep = np.tile(chances, (size - 1, 1))
     best = best_trees(deep, size)
     assert best.tokens[size] == pytest.approx(tokens, abs=1e-7)
-    tree = trees.from_choices(best.of_size(size))
+    tree = static_trees.from_choices(best.of_size(size))
     assert (tree.size, tree.gapless) == (size, True)
     assert expected_tokens(best.of_size(size), deep) == pytest.approx(tokens, abs=1e-7)
 
