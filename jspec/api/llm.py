@@ -315,8 +315,8 @@ class LLM:
         """
         if not batch:
             return
-        self.runtime.submit(batch, rounds=rounds)
         try:
+            self.runtime.submit(batch, rounds=rounds)
             tickets = [ticket for request in batch for ticket in request.tickets]
             with _progress(len(tickets), show_progress) as show:
                 left = batch

@@ -19,7 +19,7 @@ from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
-from jspec.util.threads import FairLock
+from jspec.util.interrupts import Uninterrupted
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class Runtime:
     ):
         self.plan, self.pool = plan, pool
         self._params, self._mode, self._max_logprobs = params, mode, max_logprobs
-        self._turns = FairLock()  # of the engine
+        # Locks in C: Ctrl-C never comes between taking one and the block that releases it.
+        self._lock = threading.Lock()  # of the engine
+        self._line = threading.Lock()  # of those that go before the next step
         self._num_steps = 0
         self._observers: list[OnLaunch] = []
         self._num_slots, self._capacity = num_slots, capacity
@@ -89,7 +91,7 @@ class Runtime:
           ValueError: a sequence does not fit the engine.
         """
         scoring, tickets = self.scoring_of(batch), []
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             engine = self._sized([sequence for request in batch for sequence in request.sequences])
             try:
                 for request in batch:
@@ -121,7 +123,9 @@ class Runtime:
         Return whether this thread ran it.
         """
         seen = self._num_steps
-        with self._turns:
+        with self._line:  # Threads that step again and again would keep others from the engine.
+            pass
+        with self._lock, Uninterrupted():
             if self._num_steps != seen:
                 return False
             try:
@@ -134,7 +138,7 @@ class Runtime:
         """End sequences; their answers keep what was read."""
         if not tickets:
             return
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             for ticket in tickets:
                 self._engine.abort(ticket)
             self._run(self._engine.settle)
@@ -158,7 +162,7 @@ class Runtime:
         self, batch: Sequence[GenerationRequest], run: Callable[..., Any], **options: Any
     ) -> Any:
         """Run a batch through ``run``, a loop of its own; see ``LLM.run_one``."""
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             begin = perf_counter()
             result, counts, shared = run(batch, self.plan, self._params, self.shared, **options)
             self._set_shared(shared)
@@ -189,14 +193,14 @@ class Runtime:
           on_launch: called with every launch that was read, as NumPy arrays, in the thread that ran
             the step. What it raises is logged.
         """
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             self._num_pins += 1
             if on_launch is not None:
                 self._observers.append(on_launch)
 
     def unpin(self, on_launch: OnLaunch | None) -> None:
         """Take back a call of ``pin``."""
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             self._num_pins -= 1
             if on_launch is not None:
                 self._observers.remove(on_launch)
@@ -210,7 +214,7 @@ class Runtime:
         runs ends first. ``on_progress`` is that of ``Programs.compile_basic``.
         """
         pool = self.pool
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             self._drain()
             engine = self._sized(())
             if pool is not None:
@@ -235,14 +239,14 @@ class Runtime:
 
     def use_shared(self, use: Callable[[Any], Any]) -> None:
         """Replace the drafter's shared state by what ``use`` returns for it; None keeps it."""
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             fresh = use(self.shared)
             if fresh is not None:
                 self._set_shared(fresh)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV cache of past prompts."""
-        with self._turns:
+        with self._line, self._lock, Uninterrupted():
             if self.pool is not None:
                 self.pool.table.forget()
 

@@ -1,9 +1,8 @@
-"""Threads that never hold up the end of the process, and a lock that is fair to threads.
+"""Threads that never hold up the end of the process.
 
-Threads of ``concurrent.futures`` do: the interpreter waits for them until their work is done.
+Those of ``concurrent.futures`` do: the interpreter waits for them until their work is done.
 """
 
-import collections
 import queue
 import threading
 from collections.abc import Callable
@@ -82,41 +81,3 @@ class DaemonThreads:
                 left.set()
             for _ in range(self._num_threads):
                 self._calls.put(None)
-
-
-class FairLock:
-    """A lock that threads get in the order in which they ask for it.
-
-    A thread that takes ``threading.Lock`` again at once may get it before those that wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._is_held = False
-        self._waiting: collections.deque[threading.Lock] = collections.deque()
-
-    def __enter__(self) -> None:
-        turn = threading.Lock()
-        with self._mutex:
-            turn.acquire()
-            if not self._is_held:
-                self._is_held = True
-                return
-            self._waiting.append(turn)
-        try:
-            turn.acquire()
-        except BaseException:  # Ctrl-C
-            with self._mutex:
-                has_turn = turn not in self._waiting
-                if not has_turn:
-                    self._waiting.remove(turn)
-            if has_turn:
-                self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().release()  # it stays held, by the next thread
-            else:
-                self._is_held = False

@@ -4,8 +4,8 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import itertools
+import signal
 import threading
-import time
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import jspec
 from jspec.api.async_llm import AsyncLLM
 from jspec.engine.loop import launch
-from jspec.util.threads import FairLock
+from jspec.util.interrupts import Uninterrupted
 from tests import llm_fixtures
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
@@ -97,29 +97,45 @@ def test_two_served_at_once_share_the_batch_and_one_may_close_first(llm, expecte
 
 
 def test_an_interrupted_call_ends_alone(llm, expected, monkeypatch):
-    async def beside(served):
-        stream = served.generate(PROMPTS[1], params(1), "mine")
-        await anext(stream)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS[0], params(0))
-        return [output async for output in stream][-1]
-
-    bring, main = jax.device_get, threading.main_thread()
+    bring, main, has_begun = jax.device_get, threading.main_thread(), threading.Event()
 
     def interrupted(values):
         if threading.current_thread() is main:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # as Ctrl-C in the middle of a step
         return bring(values)
+
+    async def serve(served):
+        running = await served.submit(PROMPTS[1], params(1))
+        await anext(running)
+        has_begun.set()
+        return [output async for output in running][-1]
 
     stream = llm.stream(PROMPTS[3], params(3), rounds=1)
     next(stream)
-    monkeypatch.setattr(jax, "device_get", interrupted)
-    with AsyncLLM(llm, launch_seconds=1e-9) as served:
-        output = asyncio.run(beside(served))
-    monkeypatch.undo()
-    *_, other = stream
-    assert texts(output) == expected[1] and texts(other) == expected[3]
+    served, pool = AsyncLLM(llm, launch_seconds=1e-9), concurrent.futures.ThreadPoolExecutor(1)
+    with served, pool:
+        other = pool.submit(asyncio.run, serve(served))
+        has_begun.wait(60)
+        monkeypatch.setattr(jax, "device_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], params(0))
+        monkeypatch.undo()
+        assert texts(other.result()) == expected[1]
+    *_, last_output = stream
+    assert texts(last_output) == expected[3]
     assert llm.runtime.pool.table.num_used == 0
+
+
+def test_a_second_interruption_does_not_wait():
+    steps = []
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        steps.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        steps.append("after the second")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert steps == ["after the first"]
 
 
 def test_texts_are_decoded_outside_the_engines_thread(llm, expected):
@@ -202,21 +218,3 @@ def test_no_launch_is_compiled_again_because_a_context_grew(target):
         llm.generate(prompt, params(1, max_tokens=8))
         sizes.append(launch._cache_size())
     assert sizes == [sizes[0]] * 3
-
-
-def test_threads_get_a_fair_lock_in_the_order_in_which_they_ask():
-    lock, order, threads = FairLock(), [], []
-
-    def take(number):
-        with lock:
-            order.append(number)
-
-    with lock:
-        for number in range(5):
-            threads.append(threading.Thread(target=take, args=(number,)))
-            threads[-1].start()
-            time.sleep(0.01)  # it asks before the next one
-    with lock:  # behind those that wait
-        assert order == [0, 1, 2, 3, 4]
-    for thread in threads:
-        thread.join()
