@@ -31,6 +31,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.util.messages import shown
 from jspec.util.promotion import standard_promotion
+from jspec.util.untouched import give_back_zeros
 from jspec.util.values import is_whole
 
 PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
@@ -263,6 +264,8 @@ class Pool:
         self.table.add(self.most - len(self.table.holders))
         self.renew()
         self.buffers = _cleared(self.buffers, np.full(_CLEARED, _NOBODY, np.int32))  # compile it
+        # The process holds the memory of a page from its first use on.
+        give_back_zeros(jax.block_until_ready(self.buffers))
 
     def lend(self, state: DecodeState) -> DecodeState:
         """Return ``state`` with the buffers, for a program that consumes it."""

@@ -25,6 +25,7 @@ from jspec.grammar import automata
 from jspec.models import decoder
 from tests import fakes, tiny
 from tests.aot import figures
+from tests.api.test_many_calls import resident
 from tests.plain_processors import Spelling
 from tests.test_conformance import DRAFTERS
 
@@ -577,3 +578,13 @@ def test_pages_of_all_caches_have_one_size_whatever_a_drafter_adds_to_its_buffer
     plan = Plan(tiny.TARGET, tiny.DRAFT.with_backlog(16))
     layers = jax.tree.leaves(pages.page_layers(plan, tiny.params(), 16))
     assert {leaf.shape[2] for leaf in layers} == {16}
+
+
+def test_a_fixed_pool_holds_no_memory_before_it_is_used():
+    pool = Pool(Plan(tiny.TARGET, tiny.NONE), tiny.params(), num_pages=2, page_size=16)
+    pool.most = 100_000
+    before = resident()
+    pool.fix(100_000)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool.buffers))
+    assert size > 100e6 and resident() - before < size / 4
+    assert not any(leaf.any() for leaf in jax.tree.leaves(pool.buffers))
