@@ -149,7 +149,7 @@ def test_a_budget_that_looks_at_the_drafted_tokens_would_be_seen(monkeypatch):
 def test_an_engine_that_chooses_k_keeps_the_texts_and_compiles_one_program_a_length(lengths):
     plan = Plan(tiny.TARGET, tiny.DRAFT, "coupled", packed=True, lengths=lengths)
     rows = [
-        SequenceParams(prompt, max_tokens=24 + 5 * stream, temperature=0.9 * (stream % 2))
+        SequenceParams(prompt, max_tokens=24 + 5 * stream, temperature=0.9)  # one profile
         for stream, prompt in enumerate(tiny.prompts((1, 9, 5, 3, 7, 2, 12, 4)))
     ]
     rows = [dataclasses.replace(row, stream=stream) for stream, row in enumerate(rows)]
