@@ -95,21 +95,23 @@ class Runtime:
             engine = self._sized([sequence for request in batch for sequence in request.sequences])
             try:
                 for request in batch:
-                    request.tickets = [
-                        engine.submit(
+                    for sequence in request.sequences:
+                        ticket = engine.submit(
                             sequence,
                             rounds=rounds,
                             scoring=scoring,
                             priority=priority,
                             cache_salt=request.prompt.cache_salt,
                         )
-                        for sequence in request.sequences
-                    ]
-                    tickets += request.tickets
+                        tickets.append(ticket)
             except BaseException:
                 for ticket in tickets:
                     engine.abort(ticket)
                 raise
+            begin = 0
+            for request in batch:  # only now, as another thread may read the requests
+                end = begin + len(request.sequences)
+                request.tickets, begin = tickets[begin:end], end
             self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
 
     def scoring_of(self, batch: Sequence[GenerationRequest]) -> Scoring | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jspec
 from jspec.api.async_llm import AsyncLLM
+from jspec.engine.engine import Engine
 from jspec.engine.loop import launch
 from jspec.util.interrupts import Uninterrupted
 from tests import llm_fixtures
@@ -218,3 +219,19 @@ def test_no_launch_is_compiled_again_because_a_context_grew(target):
         llm.generate(prompt, params(1, max_tokens=8))
         sizes.append(launch._cache_size())
     assert sizes == [sizes[0]] * 3
+
+
+def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(llm, expected, monkeypatch):
+    submit, count = Engine.submit, itertools.count()
+
+    def refused(engine, *arguments, **options):
+        if next(count) == 3:
+            raise ValueError("refused")
+        return submit(engine, *arguments, **options)
+
+    with AsyncLLM(llm) as served, monkeypatch.context() as patch:
+        patch.setattr(Engine, "submit", refused)
+        with pytest.raises(ValueError, match="refused"):
+            asyncio.run(served.submit_all(PROMPTS[:2], params(0, n=2)))
+        output = asyncio.run(last(served, PROMPTS[0], params(0)))
+        assert texts(output) == expected[0] and served.num_running == 0
