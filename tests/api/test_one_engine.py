@@ -232,6 +232,6 @@ def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(llm, expected, mo
     with AsyncLLM(llm) as served, monkeypatch.context() as patch:
         patch.setattr(Engine, "submit", refused)
         with pytest.raises(ValueError, match="refused"):
-            asyncio.run(served.submit_all(PROMPTS[:2], params(0, n=2)))
+            asyncio.run(served.submit_all(PROMPTS[:2], params(1, n=2)))
         output = asyncio.run(last(served, PROMPTS[0], params(0)))
         assert texts(output) == expected[0] and served.num_running == 0
