@@ -11,7 +11,7 @@ from jspec.api.outputs import RequestOutput, Transcript
 from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Mode, Scoring
-from jspec.engine.engine import Ticket
+from jspec.engine.sequence import EngineSequence
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import outputs
 from jspec.util import limits
@@ -32,7 +32,7 @@ class GenerationRequest:
     sequences: tuple[SequenceParams, ...]
     transcripts: tuple[Transcript, ...]
     id: str  # of its outputs
-    tickets: Sequence[Ticket] = ()
+    tickets: Sequence[EngineSequence] = ()
     _num_read: int = -1  # tokens of all texts; -1 before each has a first answer
 
     def read(self) -> bool:
@@ -59,7 +59,7 @@ class GenerationRequest:
         return all(text.finish_reason for text in self.transcripts)
 
     @property
-    def overrunning(self) -> list[Ticket]:
+    def overrunning(self) -> list[EngineSequence]:
         """The sequences that run in the engine although their texts are complete."""
         pairs = zip(self.tickets, self.transcripts, strict=False)
         return [ticket for ticket, text in pairs if text.finish_reason and not ticket.finished]

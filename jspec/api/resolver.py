@@ -90,7 +90,7 @@ class Resolver:
         ]
         check_fit(sequences, target)
         for sequence in sequences if self._pool is not None else ():
-            self._pool.check_fit(len(sequence.prompt) + sequence.max_tokens)
+            self._pool.blocks.check_fit(len(sequence.prompt) + sequence.max_tokens)
         with self._lock:  # a bad request took no number, on which the noise of others depends
             first = self._num_requests
             self._num_requests += len(items) * will_run

@@ -10,15 +10,15 @@ from jspec.api import metrics, requests
 from jspec.api.requests import GenerationRequest
 from jspec.core.logprobs import Mode, Scoring
 from jspec.core.types import Params
-from jspec.engine.engine import Engine, Ticket
+from jspec.engine.engine import Engine
 from jspec.engine.launches import Launch
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
+from jspec.engine.sequence import EngineSequence
 from jspec.engine.sequences import SequenceParams
-from jspec.util.buckets import bucket
 from jspec.util.interrupts import Uninterrupted
 
 _log = logging.getLogger(__name__)
@@ -61,11 +61,17 @@ class Runtime:
         self._line = threading.Lock()  # of those that go before the next step
         self._num_steps = 0
         self._observers: list[OnLaunch] = []
-        self._num_slots, self._capacity = num_slots, capacity
         self._num_pins = 0
-        self._engine: Engine | None = None
-        self._profile = profile
-        self._shared = init_shared(plan)  # until there is an engine
+        self._engine = Engine(
+            plan,
+            params,
+            num_slots=num_slots,
+            capacity=capacity,
+            profile=profile,
+            pool=pool,
+            on_launch=self._see,
+            is_pinned=False,
+        )
         self._counting = threading.Lock()
         self._counts = metrics.Counts.none(plan.drafter.max_depth)
         self._seconds = 0.0
@@ -92,7 +98,7 @@ class Runtime:
         """
         scoring, tickets = self.scoring_of(batch), []
         with self._line, self._lock, Uninterrupted():
-            engine = self._sized([sequence for request in batch for sequence in request.sequences])
+            engine = self._engine
             try:
                 for request in batch:
                     for sequence in request.sequences:
@@ -136,7 +142,7 @@ class Runtime:
                 self._num_steps += 1
         return True
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[EngineSequence]) -> None:
         """End sequences; their answers keep what was read."""
         if not tickets:
             return
@@ -167,7 +173,7 @@ class Runtime:
         with self._line, self._lock, Uninterrupted():
             begin = perf_counter()
             result, counts, shared = run(batch, self.plan, self._params, self.shared, **options)
-            self._set_shared(shared)
+            self._engine.shared = shared
             with self._counting:
                 self._seconds += perf_counter() - begin
                 self._counts += counts
@@ -179,12 +185,12 @@ class Runtime:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
-        return 0 if self._engine is None else self._engine.num_waiting
+        return self._engine.num_waiting
 
     @property
     def num_running(self) -> int:
         """Sequences in slots."""
-        return 0 if self._engine is None else self._engine.num_running
+        return self._engine.num_running
 
     def pin(self, on_launch: OnLaunch | None) -> None:
         """Use all slots and the whole capacity from now on, until as many calls of ``unpin``.
@@ -197,6 +203,7 @@ class Runtime:
         """
         with self._line, self._lock, Uninterrupted():
             self._num_pins += 1
+            self._engine.admission.is_pinned = True
             if on_launch is not None:
                 self._observers.append(on_launch)
 
@@ -204,6 +211,7 @@ class Runtime:
         """Take back a call of ``pin``."""
         with self._line, self._lock, Uninterrupted():
             self._num_pins -= 1
+            self._engine.admission.is_pinned = self._num_pins > 0
             if on_launch is not None:
                 self._observers.remove(on_launch)
 
@@ -217,11 +225,11 @@ class Runtime:
         """
         pool = self.pool
         with self._line, self._lock, Uninterrupted():
+            engine = self._engine
             self._drain()
-            engine = self._sized(())
             if pool is not None:
-                pool.fix(engine.num_slots * pool.table.pages_of(engine.capacity) + 1)
-            counted = None if pool is None else (pool.queries, pool.hits)
+                pool.fix(engine.num_slots * pool.blocks.pages_of(engine.capacity) + 1)
+            counted = None if pool is None else (pool.blocks.queries, pool.blocks.hits)
             programs, shared = Programs(engine), engine.shared
             programs.compile_basic(on_progress)
             engine.on_launch, engine.shared = None, init_shared(self.plan)
@@ -231,26 +239,26 @@ class Runtime:
             finally:
                 engine.on_launch, engine.shared = self._see, shared
             if pool is not None:
-                pool.queries, pool.hits = counted
+                pool.blocks.queries, pool.blocks.hits = counted
         return programs
 
     @property
     def shared(self) -> Any:
         """The drafter's state that outlives requests."""
-        return self._shared if self._engine is None else self._engine.shared
+        return self._engine.shared
 
     def use_shared(self, use: Callable[[Any], Any]) -> None:
         """Replace the drafter's shared state by what ``use`` returns for it; None keeps it."""
         with self._line, self._lock, Uninterrupted():
             fresh = use(self.shared)
             if fresh is not None:
-                self._set_shared(fresh)
+                self._engine.shared = fresh
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV cache of past prompts."""
         with self._line, self._lock, Uninterrupted():
             if self.pool is not None:
-                self.pool.table.forget()
+                self.pool.blocks.clear_cache()
 
     def get_metrics(self, model: str) -> list[metrics.Metric]:
         """Return the counts of all requests that have ended, under vLLM's names."""
@@ -258,58 +266,19 @@ class Runtime:
         counted = {
             "prompt_tokens": self._num_prompt_tokens,
             "num_preemptions": self._num_preemptions,
-            "prefix_cache_queries": 0 if self.pool is None else self.pool.queries,
-            "prefix_cache_hits": 0 if self.pool is None else self.pool.hits,
+            "prefix_cache_queries": 0 if self.pool is None else self.pool.blocks.queries,
+            "prefix_cache_hits": 0 if self.pool is None else self.pool.blocks.hits,
         }
         counters = [
             metrics.Counter(f"vllm:{name}", labels, value) for name, value in counted.items()
         ]
-        used = 0.0 if self.pool is None else self.pool.usage
+        used = 0.0 if self.pool is None else self.pool.blocks.usage
         usage = metrics.Gauge("vllm:kv_cache_usage_perc", labels, used)
         return [*metrics.entries(self._counts, self._seconds, labels), *counters, usage]
 
-    def _sized(self, sequences: Sequence[SequenceParams]) -> Engine:
-        """Return the engine, in a size that holds the sequences.
-
-        An idle engine is replaced by one that fits them. Sequences that are too long for one that
-        runs wait until it is idle. With pages there is one capacity: a text takes what it needs.
-        """
-        capacity, num_slots = self._capacity, self._num_slots
-        if self._num_pins == 0:
-            num_slots = min(bucket(max(len(sequences), 1), smallest=1), num_slots)
-            if self.pool is None:
-                longest = max((len(each.prompt) + each.max_tokens for each in sequences), default=0)
-                capacity = bucket(longest)
-        size = num_slots, capacity
-        engine = self._engine
-        if engine is not None and (engine.num_slots, engine.capacity) == size:
-            return engine
-        if engine is not None and size[1] > engine.capacity:
-            self._drain()
-        if engine is None or engine.is_idle:
-            if engine is not None:
-                self._shared = engine.shared
-            self._engine = Engine(
-                self.plan,
-                self._params,
-                num_slots=size[0],
-                capacity=size[1],
-                profile=self._profile,
-                shared=self._shared,
-                pool=self.pool,
-                on_launch=self._see,
-            )
-        return self._engine
-
     def _drain(self) -> None:
-        while not (self._engine is None or self._engine.is_idle):
+        while not self._engine.is_idle:
             self._run(self._engine.step)
-
-    def _set_shared(self, shared: Any) -> None:
-        if self._engine is None:
-            self._shared = shared
-        else:
-            self._engine.shared = shared
 
     def _see(self, launch: Launch) -> None:
         """Call the observers, which are no part of any request."""
@@ -328,6 +297,6 @@ class Runtime:
             self._seconds += perf_counter() - begin
 
 
-def running_of(batch: Iterable[GenerationRequest]) -> list[Ticket]:
+def running_of(batch: Iterable[GenerationRequest]) -> list[EngineSequence]:
     """Return the sequences of a batch that the engine has not ended."""
     return [ticket for request in batch for ticket in request.tickets if not ticket.finished]

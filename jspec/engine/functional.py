@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec.core import token_fsm, validation
-from jspec.core.logprobs import Logprobs, Scoring
+from jspec.core import validation
 from jspec.core.types import Array, Drafter, Params, Request, Shared, Target
 from jspec.drafters.none import NoDrafter
 from jspec.engine import answers as results
-from jspec.engine import chunks, loop, slots
+from jspec.engine import loop, slots
 from jspec.engine.answers import Answer
+from jspec.engine.batch_prefill import prefilled
 from jspec.engine.engine import Engine
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, init_shared, launch
@@ -216,47 +216,11 @@ def start(
         scoring.check_fit(plan.target.vocab_size)
     rows = [*sequences, *[None] * (bucket(len(sequences), smallest=1) - len(sequences))]
     request, streams = request_of(rows, profile, plan.target.vocab_size)
-    state, scores = _prefilled(plan, params, request, sequences, scoring)
+    state, scores = prefilled(plan, params, request, sequences, scoring)
     begun = results.empty(plan.drafter.max_depth)
     answers = tuple(dataclasses.replace(begun, prompt_logprobs=each) for each in scores)
     request = slots.with_keys(request, streams)
     return Batch(request, state, tuple(sequences), answers, profile=profile)
-
-
-def _prefilled(
-    plan: Plan,
-    params: Params,
-    request: Request,
-    sequences: Sequence[SequenceParams],
-    scoring: Scoring | None,
-) -> tuple[DecodeState, list[Logprobs | None]]:
-    """Return the state of a batch behind its prompts, and the scores of each prompt, if any.
-
-    All prompts are prefilled side by side, padded to the longest. Further rows are done.
-    """
-    batch, prompts = len(request.max_length), [sequence.prompt for sequence in sequences]
-    longest = max(len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
-    scoring = scoring if scoring and scoring.prompt else None
-    has_pages, size = False, slots.buffer_size(plan, longest)
-    state = slots.allocate(plan, params, batch, size, has_pages)
-    history, tokens, done = state.history, np.zeros((batch, size), np.int32), np.ones(batch, bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)], done[row] = prompt, len(prompt) > 1
-    history = history.replace(tokens=jnp.asarray(tokens))
-    state = state.replace(history=history, done=jnp.asarray(done))
-    sizes, starts, parts = chunks.sizes_of_all(batch, scoring), np.zeros(len(prompts), int), []
-    while (left := np.array([len(prompt) - 1 for prompt in prompts]) - starts).any():
-        chunk = chunks.choose(left.tolist(), sizes, (size - starts).tolist())
-        arrays = chunks.assemble(prompts, starts.tolist(), chunk)
-        state, part = loop.prefill(plan, params, state, *arrays, scoring=scoring)
-        parts.append(jax.device_get(part))
-        starts += arrays.valid[: len(prompts)]
-    states = token_fsm.first_state(request.sampling.automaton)
-    state = state.replace(history=state.history.replace(state=states))
-    if scoring is None:
-        return state, [None] * len(prompts)
-    scores = [results.prompt_scores(scoring, parts, row) for row in range(len(prompts))]
-    return state, [each[: len(prompt) - 1] for each, prompt in zip(scores, prompts, strict=True)]
 
 
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:

@@ -19,11 +19,10 @@ import platformdirs
 from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Request
-from jspec.engine import chunks, slots
+from jspec.engine import block_table, chunks, slots
 from jspec.engine.engine import Engine
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
-from jspec.engine.pages import table_of
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.program_memory import RELEASES
 from jspec.engine.sequences import SequenceParams
@@ -46,7 +45,7 @@ class Programs:
         self._engine = engine
         leaves = jax.tree.leaves(engine.params)
         self._is_on_one = all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
-        engine.profiles.are_compiled_ahead = self._is_on_one
+        engine.runner.request.profiles.are_compiled_ahead = self._is_on_one
         self._lock = threading.Lock()
         self._known: set[Any] = set()  # functions, settings and shapes of programs
         self._releases = RELEASES.total()  # after which no program exists any more
@@ -60,13 +59,13 @@ class Programs:
             return False
         if self._releases != RELEASES.total() or not self._scores_prompts(scoring):
             return True
-        return not self._engine.profiles.suit(self._needed(sequences, scoring))
+        return not self._engine.runner.request.profiles.suit(self._needed(sequences, scoring))
 
     def may_run(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
         """Return whether sequences may join those of the engine, and nothing will compile."""
         if not self._is_on_one or sequences[0].logits_processors:
             return True
-        return self._engine.profiles.cover(self._needed(sequences, scoring))
+        return self._engine.runner.request.profiles.cover(self._needed(sequences, scoring))
 
     def compile(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> None:
         """Compile what runs ``sequences`` with those of the engine; several threads may call.
@@ -89,15 +88,17 @@ class Programs:
         ``on_progress`` is called with the number of programs that are done, and of all.
         """
         if self._is_on_one:
-            greedy = self._engine.profiles.needed(())
+            greedy = self._engine.runner.request.profiles.needed(())
             with self._lock:
                 self._compile([greedy, greedy.numeric()], None, on_progress)
 
     def _needed(self, sequences: Sequence[SequenceParams], scoring: Scoring | None) -> Profile:
         """Return the profile for the sequences and all of the engine."""
-        tickets = self._engine.tickets
-        every = [*sequences, *(ticket.sequence for ticket in tickets)]
-        return self._engine.profiles.needed(every, [scoring, *(each.scoring for each in tickets)])
+        running = self._engine.scheduler.sequences
+        every = [*sequences, *(each.params for each in running)]
+        return self._engine.runner.request.profiles.needed(
+            every, [scoring, *(each.scoring for each in running)]
+        )
 
     def _scores_prompts(self, scoring: Scoring | None) -> bool:
         """Return whether there are programs that score prompts, if ``scoring`` has these scored."""
@@ -122,14 +123,14 @@ class Programs:
         _compile(list(missing.values()), on_progress)
         self._known |= missing.keys() | {("prefill", scoring)}
         for profile in (*alone, *profiles):
-            self._engine.profiles.add(profile)
+            self._engine.runner.request.profiles.add(profile)
 
     def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the launches of a profile, of every draft length."""
         engine, (request, state, table) = self._engine, self._shapes(profile)
         sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # of rounds, and watched rows
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
-        for chosen in engine.launch_plans:
+        for chosen in engine.runner.launch_plans(engine.num_slots):
             given = engine.params, request, shared, state, *sizes, table, chosen.budget
             lower = functools.partial(launch.lower, chosen.plan, profile, *given)
             yield ("launch", chosen.plan, profile), lower
@@ -165,7 +166,7 @@ class Programs:
         """Yield the two programs of a round between which the host follows grammars."""
         engine, (request, state, table) = self._engine, self._shapes(profile)
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
-        for chosen in engine.launch_plans:
+        for chosen in engine.runner.launch_plans(engine.num_slots):
             plan, inputs = chosen.plan, (engine.params, request, shared, state)
             lower = functools.partial(draft_alone.lower, plan, *inputs, table)
             yield ("draft", plan, _form(request)), lower
@@ -207,7 +208,7 @@ class Programs:
         if engine.pool is not None:
             shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
             state = state.replace(pools=jax.tree.map(shape, engine.pool.buffers))
-        return request, state, table_of(rows, engine.pool, engine.capacity)
+        return request, state, block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
 
 
 def _compile(lowerings: Sequence[Lowering], on_progress: Callable[[int, int], None]) -> None:

@@ -129,6 +129,24 @@ def check_priority(priority: Any) -> None:
         )
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse sizes of an engine that are out of range; ``max_num_queued`` may be None."""
+    for name, value in sizes.items():
+        is_default = value is None and name == "max_num_queued"
+        if not is_default and not is_whole(value, 1):
+            raise ValueError(f"{name}={shown(value)} must be whole and at least 1.")
+
+
+def check_capacity(sequence: SequenceParams, capacity: int) -> None:
+    """Raise ValueError if a sequence may become longer than an engine's capacity."""
+    total = len(sequence.prompt) + sequence.max_tokens
+    if total > capacity:
+        raise ValueError(
+            f"prompt and max_tokens={sequence.max_tokens} are {total} tokens together, more "
+            f"than the engine's capacity={capacity}; shorten one of them."
+        )
+
+
 def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError if a non-empty prompt holds an id outside the vocabulary."""
     if min(prompt) < 0 or max(prompt) >= vocab_size:

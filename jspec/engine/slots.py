@@ -98,6 +98,23 @@ def seat(
     return request, jax.tree.map(put, state, row)
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "width", "has_pages"))
+@standard_promotion
+def widened(
+    plan: Plan, params: Params, state: DecodeState, width: int, has_pages: bool
+) -> DecodeState:
+    """Return the state with ``width`` rows, of which the new ones are empty."""
+    fresh = allocate(plan, params, width, state.history.tokens.shape[1], has_pages)
+    if state.history.state is not None:
+        states = jnp.full(width, token_fsm.FREE, state.history.state.dtype)
+        fresh = fresh.replace(history=fresh.history.replace(state=states))
+
+    def put(new: Array, old: Array) -> Array:
+        return old if new.ndim == 0 else lax.dynamic_update_slice_in_dim(new, old, 0, 0)
+
+    return jax.tree.map(put, fresh, state)
+
+
 @jax.jit
 def with_keys(request: Request, streams: Array) -> Request:
     """Return the request with keys derived from the words of the seeds, and the streams [B]."""

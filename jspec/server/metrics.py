@@ -120,10 +120,10 @@ class Observer(Collector):
         pool = self._llm.runtime.pool
         if pool is None:
             return
-        yield self._gauge("jspec:pages_used", "Pages that sequences hold.", pool.table.num_used)
-        yield self._gauge("jspec:pages_free", "Pages that none holds.", pool.table.num_free)
-        total = pool.table.num_used + pool.table.num_free
-        config = {"block_size": pool.table.size, "num_gpu_blocks": total}
+        yield self._gauge("jspec:pages_used", "Pages that sequences hold.", pool.blocks.num_used)
+        yield self._gauge("jspec:pages_free", "Pages that none holds.", pool.blocks.num_free)
+        total = pool.blocks.num_used + pool.blocks.num_free
+        config = {"block_size": pool.blocks.size, "num_gpu_blocks": total}
         labels = self._labels | {name: str(value) for name, value in config.items()}
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "Sizes of the KV cache.", labels=list(labels)

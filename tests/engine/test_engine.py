@@ -13,6 +13,7 @@ from jspec.engine import chunks
 from jspec.engine import functional as host
 from jspec.engine.chunks import Chunk
 from jspec.engine.engine import Engine
+from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.grammar import automata
@@ -104,10 +105,11 @@ def test_a_row_waits_for_128_tokens_at_most_while_a_prompt_of_2000_joins():
     second = engine.submit(host.SequenceParams(tiny.prompts((2000,))[0], max_tokens=2))
     rounds, read = [], []
     while not second.answer.rounds:
-        before = engine.prefills.copy()
+        before = engine.runner.prefills.copy()
         engine.step()
         rounds.append(first.answer.rounds)
-        read.append(sum(size.total * count for size, count in (engine.prefills - before).items()))
+        new = engine.runner.prefills - before
+        read.append(sum(size.total * count for size, count in new.items()))
     assert sorted(set(read)) == [0, 128] and sum(read) == 16 * 128
     assert (np.diff(rounds) > 0).all()  # the row ran between any two of them
     assert not first.finished
@@ -116,7 +118,7 @@ def test_a_row_waits_for_128_tokens_at_most_while_a_prompt_of_2000_joins():
 def test_an_idle_engine_reads_a_long_prompt_in_chunks_of_512():
     engine = Engine(Plan(LONG, tiny.NONE), tiny.params(), num_slots=1, capacity=2048)
     engine.run([host.SequenceParams(tiny.prompts((2000,))[0], max_tokens=2)])
-    assert engine.prefills == {Chunk(1, 512): 4}
+    assert engine.runner.prefills == {Chunk(1, 512): 4}
 
 
 def test_slots_of_an_idle_engine_are_filled_before_the_first_round():
@@ -147,7 +149,7 @@ def test_short_prompts_that_wait_together_share_passes():
     sequences = [host.SequenceParams(prompt, max_tokens=4) for prompt in tiny.prompts((65,) * 8)]
     engine = engine_of(plan, num_slots=8)
     assert texts(engine.run(sequences)) == texts(alone(plan, sequences))
-    assert engine.prefills == {Chunk(8, 64): 1} and engine.num_prefilled == 8 * 64
+    assert engine.runner.prefills == {Chunk(8, 64): 1} and engine.num_prefilled == 8 * 64
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,60 @@ def test_passes_compute_few_tokens_that_are_padding(left, passes):
         left = [max(tokens - size.width, 0) for tokens in left[: size.rows]] + left[size.rows :]
         left = [tokens for tokens in left if tokens]
     assert seen == passes
+
+
+@pytest.mark.parametrize("has_pages", [False, True])
+def test_a_batch_that_is_not_pinned_has_as_many_rows_as_run(has_pages):
+    plan, widths = Plan(tiny.TARGET, tiny.DRAFT, "coupled"), []
+    pool = Pool(plan, tiny.params(), num_pages=60, page_size=8) if has_pages else None
+    see = lambda launch: widths.append(len(launch.done))
+    engine = engine_of(plan, num_slots=6, pool=pool, on_launch=see, is_pinned=False)
+    rows = mixed()[:7]
+    expected = texts(alone(plan, rows))
+    assert texts(engine.run(rows[1:2])) == expected[1:2]
+    assert set(widths) == {1}
+    widths.clear()
+    tickets = []
+    for index, row in enumerate(rows):
+        tickets.append(engine.submit(dataclasses.replace(row, max_tokens=28), rounds=1))
+        if index != 1:
+            engine.step()
+    while not engine.is_idle:
+        engine.step()
+    assert [1, 4, 6] == sorted(set(widths)) == list(dict.fromkeys(widths))
+    for ticket, row, text in zip(tickets, rows, expected, strict=True):
+        assert ticket.answer.tokens.tolist()[: row.max_tokens] == text
+    engine.step()  # reads the last launch
+    widths.clear()
+    assert texts(engine.run(rows[3:4])) == expected[3:4] and set(widths) == {1}  # it has shrunk
+
+
+def test_rows_without_pages_are_as_long_as_the_texts_of_a_batch_that_is_not_pinned():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    engine = engine_of(plan, num_slots=2, is_pinned=False)
+    short, long = (host.SequenceParams(each, max_tokens=40) for each in tiny.prompts((5, 80)))
+    first = engine.submit(short, rounds=1)
+    engine.step()
+    size, second = engine.runner.buffer_size, engine.submit(long)
+    while not first.finished:
+        engine.step()
+        assert engine.runner.buffer_size == size  # the longer text waits for an idle engine
+    while not second.finished:
+        engine.step()
+    assert engine.runner.buffer_size > size
+    assert texts([first.answer, second.answer]) == texts(alone(plan, [short, long]))
+
+
+def test_a_launch_costs_the_host_nothing_that_grows_with_the_prompt():
+    engine = engine_of(Plan(tiny.TARGET, tiny.NONE), num_slots=1)
+    sequence = engine.submit(host.SequenceParams(tiny.prompts((60,))[0], max_tokens=60), rounds=1)
+    buffers = []
+    while not sequence.finished:
+        engine.step()
+        if not (buffers and np.shares_memory(buffers[-1], sequence.text)):
+            buffers.append(sequence.text)
+    assert len(buffers) <= 2  # it doubled once at most
+    assert sequence.text[60:].tolist() == sequence.answer.tokens.tolist()
 
 
 def test_jobs_start_by_priority_and_then_by_arrival():

@@ -11,7 +11,7 @@ import pytest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
 from jspec.drafters import Suffix
-from jspec.engine import engine, loop, profile
+from jspec.engine import batch_request, loop, profile, runner
 from jspec.engine.engine import Engine
 from jspec.engine.functional import SequenceParams
 from jspec.engine.pages import Pool
@@ -45,7 +45,7 @@ def finished(served, tickets):
             break
         served.step()
     served.settle()
-    assert served.is_idle and served.pool.table.num_used == 0
+    assert served.is_idle and served.pool.blocks.num_used == 0
     return [ticket.answer.tokens.tolist() for ticket in tickets]
 
 
@@ -170,7 +170,7 @@ def test_pages_of_a_sequence_with_nan_spoil_no_later_one(name):
     faulty = without_it(SequenceParams((1, 2, BAD, *range(4, 24)), max_tokens=8))
     expected = texts(name, rows)
     served = made(name, num_pages=9)  # so few that all are taken again
-    served.params = with_a_token_of_nan(served.params)
+    served.runner.params = with_a_token_of_nan(served.params)
     tickets = [served.submit(row) for row in (rows[0], faulty, *rows[1:], faulty)]
     first, nan, *rest, again = finished(served, tickets)
     assert [first, *rest] == expected and nan == again == []
@@ -181,19 +181,19 @@ def test_pages_of_a_sequence_with_nan_spoil_no_later_one(name):
 
 def test_pages_of_a_sequence_with_nan_leave_the_prefix_cache():
     served, prompt = made(), (1, 2, BAD, *range(4, 24))
-    served.params, sound = with_a_token_of_nan(served.params), served.params
+    served.runner.params, sound = with_a_token_of_nan(served.params), served.params
     finished(served, [served.submit(SequenceParams(prompt, max_tokens=4))])
-    served.params = sound  # as if a device had erred once
+    served.runner.params = sound  # as if a device had erred once
     ticket = served.submit(SequenceParams(prompt, max_tokens=4))
     finished(served, [ticket])
-    assert served.pool.hits == 0 and ticket.answer.finish_reason == "length"
+    assert served.pool.blocks.hits == 0 and ticket.answer.finish_reason == "length"
     finished(served, [served.submit(SequenceParams(prompt, max_tokens=4))])
-    assert served.pool.hits == 16
+    assert served.pool.blocks.hits == 16
 
 
 def test_pages_of_a_prompt_that_was_aborted_are_cleared_before_they_are_taken_again():
     served = made(num_slots=1, num_pages=5)
-    served.params = with_a_token_of_nan(served.params)
+    served.runner.params = with_a_token_of_nan(served.params)
     ticket = served.submit(SequenceParams((1, BAD, *range(4, 24)), max_tokens=8))
     served.step()  # its prompt is read, and its launch is not
     assert not ticket.finished
@@ -209,7 +209,7 @@ def test_pages_of_a_prompt_that_was_aborted_are_cleared_before_they_are_taken_ag
 @pytest.mark.parametrize("call", [0, 2])
 def test_sequences_have_their_texts_after_a_launch_that_failed_once(monkeypatch, name, call):
     expected = texts(name)
-    monkeypatch.setattr(engine, "launch", failing(loop.launch, lambda number: number == call))
+    monkeypatch.setattr(runner, "launch", failing(loop.launch, lambda number: number == call))
     served = made(name)
     tickets = [served.submit(row, rounds=2) for row in ROWS]
     assert finished(served, tickets) == expected
@@ -219,7 +219,7 @@ def test_sequences_have_their_texts_after_a_launch_that_failed_once(monkeypatch,
 def test_a_prefill_that_fails_once_is_repeated(monkeypatch):
     expected = texts()
     once = failing(loop.prefill, lambda number: number == 1)
-    monkeypatch.setattr(engine, "prefill", once)
+    monkeypatch.setattr(runner, "prefill", once)
     served = made()
     assert finished(served, [served.submit(row) for row in ROWS]) == expected
 
@@ -238,7 +238,7 @@ def test_sequences_that_fail_alone_end_with_the_error_and_the_engine_stays_usabl
     expected, served = texts(), made()
     tickets = [served.submit(row) for row in ROWS[:3]]
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "launch", failing(loop.launch, lambda _: True))
+        patch.setattr(runner, "launch", failing(loop.launch, lambda _: True))
         finished(served, tickets)
     for ticket in tickets:
         assert ticket.answer.finish_reason == "error"
@@ -270,7 +270,7 @@ def test_a_sequence_that_cannot_be_seated_ends_alone_while_the_others_run_on(
         return profile.request_of(rows, *args)
 
     expected = texts()
-    monkeypatch.setattr(engine, "request_of", written)
+    monkeypatch.setattr(batch_request, "request_of", written)
     served = made()
     tickets = [served.submit(row) for row in ROWS]
     answers = finished(served, tickets)
@@ -287,7 +287,7 @@ def test_an_interruption_while_a_state_is_allocated_loses_no_sequence(monkeypatc
     served = made()
     tickets = [served.submit(row) for row in ROWS]
     with monkeypatch.context() as once:
-        once.setattr(engine, "request_of", interrupted)
+        once.setattr(batch_request, "request_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             served.step()
     assert finished(served, tickets) == expected
@@ -325,12 +325,12 @@ def test_a_grammar_that_fails_while_it_is_followed_ends_its_own_request(error):
 def test_an_error_of_the_host_costs_others_neither_pages_nor_the_texts_of_the_past(monkeypatch):
     served = made("suffix")
     finished(served, [served.submit(ROWS[1])])
-    pages, drafted = dict(served.pool.table._known), served.shared
+    pages, drafted = dict(served.pool.blocks._cached), served.shared
     guilty = dataclasses.replace(ROWS[0], logits_processors=(raises_in_a_batch,))
     ticket = served.submit(guilty)
     finished(served, [ticket])
     assert "ZeroDivisionError: of a user" in str(ticket.error)
-    assert pages.items() <= served.pool.table._known.items()
+    assert pages.items() <= served.pool.blocks._cached.items()
     jax.tree.map(np.testing.assert_array_equal, served.shared, drafted)
 
 
@@ -351,25 +351,6 @@ def test_an_interruption_loses_no_token_of_those_who_go_on(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "launch", interrupted_late)  # its inputs are consumed
+        patch.setattr(runner, "launch", interrupted_late)  # its inputs are consumed
         served.step()
     assert finished(served, tickets) == expected
-
-
-def test_engines_of_one_pool_survive_the_failure_of_one(monkeypatch):
-    plan, params = Plan(tiny.TARGET, tiny.DRAFT, "coupled"), tiny.params()
-    expected = texts("draft_model", ROWS[:4])
-    pool = Pool(plan, params, num_pages=40, page_size=8)
-    one, other = (Engine(plan, params, num_slots=2, capacity=64, pool=pool) for _ in range(2))
-    tickets = [one.submit(row, rounds=2) for row in ROWS[:2]]
-    tickets += [other.submit(row, rounds=2) for row in ROWS[2:4]]
-    for _ in range(2):
-        one.step(), other.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "launch", failing(loop.launch, lambda number: number == 0))
-        one.step()
-    while not (one.is_idle and other.is_idle):
-        one.step(), other.step()
-    assert [ticket.answer.tokens.tolist() for ticket in tickets] == expected
-    assert pool.table.num_used == 0
-    np.testing.assert_array_equal(pool.table.holders, 0)

@@ -16,10 +16,12 @@ from jspec.core.types import Params
 from jspec.drafters import DraftModel
 from jspec.engine import chunks, memory, pages, slots
 from jspec.engine import functional as host
+from jspec.engine.block_pool import BlockPool
+from jspec.engine.block_table import BlockTable
 from jspec.engine.chunks import Chunk
 from jspec.engine.engine import Engine
 from jspec.engine.loop import prefill
-from jspec.engine.pages import Holding, PageTable, Pool
+from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.grammar import automata
 from jspec.models import decoder
@@ -56,7 +58,7 @@ def run(engine, rows, **options):
     while not engine.is_idle:
         engine.step()
     engine.settle()
-    assert engine.pool.table.num_used == 0 and not engine.pool.table.holders.any()
+    assert engine.pool.blocks.num_used == 0 and not engine.pool.blocks.ref_counts.any()
     return tickets
 
 
@@ -85,12 +87,12 @@ def check(method, tree):
     for size, count in ((4, AMPLE), (16, 60)):
         engine = paged(plan, params, count, size)
         for is_warm in (False, True):
-            before = engine.pool.hits
+            before = engine.pool.blocks.hits
             tickets = run(engine, rows)
             assert texts(tickets) == texts(expected)
             assert steps(tickets) == steps(expected)
             if is_warm:
-                assert (engine.pool.hits > before) == (drafter.lookahead is not None)
+                assert (engine.pool.blocks.hits > before) == (drafter.lookahead is not None)
     scarce = run(paged(plan, params, SCARCE), rows, rounds=2)
     assert sum(ticket.num_preemptions for ticket in scarce) > 0
     assert texts(scarce) == texts(expected)
@@ -130,7 +132,12 @@ def test_a_row_of_a_head_is_not_shared_with_a_text_whose_next_token_differs():
     last entry for all others.
     """
     same = [7] * 8
-    digests = lambda text, ahead: pages.digests_of(np.array(text), 4, lookahead=ahead)
+
+    def digests(text, ahead):
+        added = []
+        BlockPool(2, 4, lookahead=ahead).add_digests(added, np.array(text), "")
+        return added
+
     assert digests([*same, 1], 0) == digests([*same, 2], 0)
     first, second = digests([*same, 1], 1), digests([*same, 2], 1)
     assert first[0] == second[0] and first[1] != second[1]
@@ -146,7 +153,7 @@ def test_two_texts_that_part_at_the_end_of_a_page_draft_as_if_they_were_alone():
     ]
     engine = paged(plan, params, AMPLE)
     one_by_one = [run(engine, [row])[0] for row in rows]  # the third and fourth are warm
-    assert engine.pool.hits >= 2 * 16
+    assert engine.pool.blocks.hits >= 2 * 16
     for ticket, row in zip(one_by_one, rows, strict=True):
         cold = run(paged(plan, params, AMPLE), [row])[0]
         assert texts([ticket]) == texts([cold]) and steps([ticket]) == steps([cold])
@@ -230,7 +237,7 @@ def test_sequences_that_arrive_together_read_their_prefix_once(name):
     rows += [dataclasses.replace(row, prompt=(*STEM[:22], *STEM[:9]))]  # shares five pages
     engine, others = paged(plan, params, AMPLE), paged(plan, params, AMPLE)
     tickets = run(engine, rows)
-    others.pool.shares_prefixes = False
+    others.pool.blocks.shares_prefixes = False
     assert texts(tickets) == texts(run(others, rows))
     # 39 tokens once; then what full pages do not hold, or the last one for EAGLE.
     assert engine.num_prefilled == 39 + 2 * 3 + 10
@@ -241,11 +248,11 @@ def test_prompts_that_are_scored_are_read_anew():
     plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
     engine, row = paged(plan, params, AMPLE), host.SequenceParams(tuple(STEM), max_tokens=4)
     run(engine, [row])
-    assert engine.pool.hits == 0
+    assert engine.pool.blocks.hits == 0
     (cold,) = run(engine, [row], scoring=Scoring(1, prompt=True))
-    assert engine.pool.hits == 0 and len(cold.answer.prompt_logprobs.chosen) == len(STEM) - 1
+    assert engine.pool.blocks.hits == 0 and len(cold.answer.prompt_logprobs.chosen) == len(STEM) - 1
     run(engine, [row])
-    assert engine.pool.hits == 36  # 39 tokens are prefilled, at least one of them anew
+    assert engine.pool.blocks.hits == 36  # 39 tokens are prefilled, at least one of them anew
 
 
 def test_salts_keep_the_pages_of_tenants_apart():
@@ -253,7 +260,7 @@ def test_salts_keep_the_pages_of_tenants_apart():
     engine, row = paged(plan, params, AMPLE), host.SequenceParams(tuple(STEM), max_tokens=4)
     for salt, hits in (("a", 0), ("b", 0), ("a", 36), ("", 36), ("b", 72)):
         run(engine, [row], cache_salt=salt)
-        assert engine.pool.hits == hits
+        assert engine.pool.blocks.hits == hits
 
 
 def test_a_sequence_that_no_cache_can_hold_is_refused_at_once():
@@ -264,29 +271,12 @@ def test_a_sequence_that_no_cache_can_hold_is_refused_at_once():
     assert engine.is_idle
 
 
-def test_an_engine_that_waits_for_pages_gets_them_from_another_one_of_the_pool():
-    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
-    pool = Pool(plan, params, num_pages=13, page_size=4, enable_prefix_caching=False)
-    first, second = (Engine(plan, params, num_slots=2, capacity=64, pool=pool) for _ in range(2))
-    row = host.SequenceParams(tuple(STEM[:20]), max_tokens=24)
-    paused = first.submit(row, rounds=1)
-    for _ in range(6):
-        first.step()  # and then its reader waits
-    assert not paused.finished
-    (other,) = run_alone = [second.submit(row)]
-    while not second.is_idle:
-        second.step()
-    while not first.is_idle:
-        first.step()
-    assert texts([paused]) == texts([other]) == texts(run_alone) and paused.num_preemptions == 1
-
-
 def test_a_pool_grows_as_sequences_need_it_and_not_beyond_its_limit():
     plan, params = Plan(tiny.TARGET, tiny.NONE), tiny.params()
     expected = texts(run(paged(plan, params, AMPLE), sequences()))
     engine = paged(plan, params, 2, most=40)
     assert texts(run(engine, sequences())) == expected
-    assert 20 < len(engine.pool.table.holders) <= 40
+    assert 20 < len(engine.pool.blocks.ref_counts) <= 40
 
 
 def test_a_text_ends_with_an_error_where_memory_runs_out_and_the_engine_stays_usable(monkeypatch):
@@ -322,38 +312,22 @@ def test_a_listener_that_raises_ends_its_own_text_alone():
         engine.step()
     assert isinstance(tickets[1].error, KeyError) and tickets[1].answer.finish_reason == "error"
     del tickets[1], expected[1]
-    assert texts(tickets) == expected and engine.pool.table.num_used == 0
+    assert texts(tickets) == expected and engine.pool.blocks.num_used == 0
 
 
 # ------------------------------------------------------------------------------------- the table
 
 
-class _Counted:
-    """A pool without buffers, for ``Holding``."""
-
-    def __init__(self, count, size, window=None):
-        self.table = PageTable(count, size, window)
-        self.shares_prefixes, self.queries, self.hits = True, 0, 0
-
-    def digests_of(self, text, salt, so_far=()):
-        return pages.digests_of(text, self.table.size, lookahead=1, salt=salt, so_far=so_far)
-
-    def take(self, count, spare=0):
-        return self.table.take(count) if self.table.num_free >= count + spare else None
-
-    shared, most_shared = Pool.shared, Pool.most_shared
-
-
-def consistent(table, holdings, contents):
-    """Check the counts of holders, and that known pages hold the text that they are known for."""
-    assert table.window or not any(0 in holding.pages for holding in holdings)
-    held = [page for holding in holdings for page in holding.pages if page]
-    counts = np.bincount(held, minlength=len(table.holders))
-    np.testing.assert_array_equal(table.holders, counts)
-    assert counts[0] == 0 and table.num_used == (counts > 0).sum()
-    assert table.num_free + table.num_used == len(table.holders) - 1
-    for digest, page in table._known.items():
-        assert contents[page] == digest and table._digests[page] == digest
+def consistent(pool, tables, contents):
+    """Check the counts of sequences, and that cached pages hold the text of their digests."""
+    assert pool.window or not any(0 in table.pages for table in tables)
+    held = [page for table in tables for page in table.pages if page]
+    counts = np.bincount(held, minlength=pool.num_pages)
+    np.testing.assert_array_equal(pool.ref_counts, counts)
+    assert counts[0] == 0 and pool.num_used == (counts > 0).sum()
+    assert pool.num_free + pool.num_used == pool.num_pages - 1
+    for digest, page in pool._cached.items():
+        assert contents[page] == digest and pool._digests[page] == digest
 
 
 @settings(max_examples=25, deadline=None)
@@ -365,60 +339,66 @@ def consistent(table, holdings, contents):
 )
 def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size, window):
     rng = np.random.default_rng(seed)
-    pool, running, contents = _Counted(count, size, window), [], {}
+    pool = BlockPool(count, size, window=window, lookahead=1)
+    running, contents = [], {}
     for _ in range(400):
         act = rng.integers(0, 10)
         if act < 4:  # a sequence comes, with one of few beginnings
             text = rng.integers(0, 2, rng.integers(1, 5 * size)).astype(np.int32)
-            holding = Holding(pool, "ab"[rng.integers(0, 2)])
-            num_known = holding.begin(text, spare=int(rng.integers(0, 2)))
-            if num_known is None:
-                assert not holding.pages
+            table = BlockTable(pool, "ab"[rng.integers(0, 2)])
+            num_cached = table.allocate(text, spare=int(rng.integers(0, 2)))
+            if num_cached is None:
+                assert not table.pages
                 continue
-            assert num_known % size == 0 and num_known <= max(len(text) - 2, 0)
-            known, first = num_known // size, pool.table.unseen(num_known)
+            assert num_cached % size == 0 and num_cached <= max(len(text) - 2, 0)
+            cached, first = num_cached // size, pool.unseen(num_cached)
             for index, (page, digest) in enumerate(
-                zip(holding.pages[:known], holding._digests, strict=False)
+                zip(table.pages[:cached], table.digests, strict=False)
             ):
                 assert page == 0 if index < first else contents[page] == digest
-            running.append([holding, text])
+            running.append([table, text])
         elif running and act < 8:  # one grows
-            holding, text = running[rng.integers(0, len(running))]
+            table, text = running[rng.integers(0, len(running))]
             grown = np.append(text, rng.integers(0, 2, rng.integers(1, 3 * size)).astype(np.int32))
-            if holding.grow(len(grown)):
-                next(pair for pair in running if pair[0] is holding)[1] = grown
-                filled = list(holding.pages)
-                holding.advance(grown, len(grown) - 1)
+            if table.grow(len(grown)):
+                next(pair for pair in running if pair[0] is table)[1] = grown
+                filled = list(table.pages)
+                table.advance(grown, len(grown) - 1)
                 seen = range(max(len(grown) - (window or len(grown)), 0), len(grown) - 1)
-                assert all(holding.pages[position // size] for position in seen)
-                assert window is None or sum(map(bool, holding.pages)) <= window // size + 2
-                pairs = zip(filled, holding._digests, strict=False)
-                contents |= {a: b for a, b in pairs if pool.table._digests.get(a) == b}
+                assert all(table.pages[position // size] for position in seen)
+                assert window is None or sum(map(bool, table.pages)) <= window // size + 2
+                pairs = zip(filled, table.digests, strict=False)
+                contents |= {a: b for a, b in pairs if pool._digests.get(a) == b}
         elif running:  # one ends, is aborted or preempted
-            holding, _ = running.pop(rng.integers(0, len(running)))
-            holding.release()
-        consistent(pool.table, [holding for holding, _ in running], contents)
-    for holding, _ in running:
-        holding.release()
-    assert pool.table.num_used == 0 and pool.table.num_free == count - 1
+            table, _ = running.pop(rng.integers(0, len(running)))
+            table.free()
+        consistent(pool, [table for table, _ in running], contents)
+    for table, _ in running:
+        table.free()
+    assert pool.num_used == 0 and pool.num_free == count - 1
 
 
-def test_the_page_that_was_freed_first_is_forgotten_first_and_the_end_of_a_text_before_its_start():
-    pool = _Counted(8, 2)
-    first, second = Holding(pool), Holding(pool)
+def test_the_page_that_was_freed_first_is_evicted_first_and_the_end_of_a_text_before_its_start():
+    pool = BlockPool(8, 2, lookahead=1)
+    first, second = BlockTable(pool), BlockTable(pool)
     texts = np.arange(7, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
-    for holding, text in zip((first, second), texts, strict=True):
-        assert holding.begin(text[:6]) == 0 and holding.grow(6)
-        holding.advance(text, 6)
-    known = lambda text: len(pool.table.known(pool.digests_of(text, "")))
-    first.release()
-    second.release()
-    assert [known(text) for text in texts] == [3, 3]
-    Holding(pool).begin(np.full(6, 50, np.int32))  # one page was never used, two are taken
-    assert [known(text) for text in texts] == [1, 3]
-    again = Holding(pool)
-    assert again.begin(texts[0]) == 2  # holds its page, so others are taken before it
-    assert [known(text) for text in texts] == [1, 0]
+    for table, text in zip((first, second), texts, strict=True):
+        assert table.allocate(text[:6]) == 0 and table.grow(6)
+        table.advance(text, 6)
+
+    def num_cached(text):
+        digests = []
+        pool.add_digests(digests, text, "")
+        return len(pool.cached(digests))
+
+    first.free()
+    second.free()
+    assert [num_cached(text) for text in texts] == [3, 3]
+    BlockTable(pool).allocate(np.full(6, 50, np.int32))  # one page was never used, two are evicted
+    assert [num_cached(text) for text in texts] == [1, 3]
+    again = BlockTable(pool)
+    assert again.allocate(texts[0]) == 2  # shares its page, so others are evicted before it
+    assert [num_cached(text) for text in texts] == [1, 0]
 
 
 SLIDING = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(9, 6)))
@@ -434,40 +414,44 @@ def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(drafter):
     for size in (1, 3, 4):
         engine, most = paged(plan, params, 160, size), 0
         for is_warm in (False, True):
-            before, tickets = engine.pool.hits, [engine.submit(row, rounds=1) for row in rows]
+            before, tickets = (
+                engine.pool.blocks.hits,
+                [engine.submit(row, rounds=1) for row in rows],
+            )
             while not engine.is_idle:
                 engine.step()
-                most = max([most, *(_num_held(ticket) for ticket in engine._slots if ticket)])
-            assert texts(tickets) == expected and engine.pool.table.num_used == 0
-            assert engine.pool.hits > before + 20 or not is_warm
+                most = max([most, *(_num_held(ticket) for ticket in engine.scheduler.seated)])
+            assert texts(tickets) == expected and engine.pool.blocks.num_used == 0
+            assert engine.pool.blocks.hits > before + 20 or not is_warm
         # 9 seen tokens, and 3 launches of 5: being read, running and next.
         assert most <= -(-9 // size) + -(-15 // size) + 1
     scarce = paged(plan, params, SCARCE)
     tickets = run(scarce, rows, rounds=2)
-    assert texts(tickets) == expected and scarce.pool.table.num_free == SCARCE - 1
+    assert texts(tickets) == expected and scarce.pool.blocks.num_free == SCARCE - 1
 
 
 def _num_held(ticket):
-    return sum(map(bool, ticket.holding.pages))
+    return sum(map(bool, ticket.table.pages))
 
 
-def test_a_prefix_is_shared_if_the_pages_that_its_first_query_sees_are_known():
-    pool = _Counted(13, 2, window=4)
-    holding, text = Holding(pool), np.arange(20, dtype=np.int32)
-    assert holding.begin(text[:12]) == 0
-    holding.advance(text, 11)
-    assert [bool(page) for page in holding.pages] == [False] * 4 + [True] * 2
-    holding.release()
-    Holding(pool).begin(np.full(18, 50, np.int32))  # takes all but the last pages of the text
-    again = Holding(pool)
-    assert again.begin(text[:12]) == 10 and again.pages[:3] == [0, 0, 0] and all(again.pages[3:])
+def test_a_prefix_is_shared_if_the_pages_that_its_first_query_sees_are_cached():
+    pool = BlockPool(13, 2, window=4, lookahead=1)
+    table, text = BlockTable(pool), np.arange(20, dtype=np.int32)
+    assert table.allocate(text[:12]) == 0
+    table.advance(text, 11)
+    assert [bool(page) for page in table.pages] == [False] * 4 + [True] * 2
+    table.free()
+    BlockTable(pool).allocate(np.full(18, 50, np.int32))  # evicts all but the last of the text
+    again = BlockTable(pool)
+    assert again.allocate(text[:12]) == 10
+    assert again.pages[:3] == [0, 0, 0] and all(again.pages[3:])
 
 
 def test_models_that_mix_layers_with_and_without_a_window_keep_all_pages():
     mixed = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(6, None)))
     for target, drafter in ((mixed, tiny.NGRAM), (SLIDING, tiny.DRAFT)):
         pool = Pool(Plan(target, drafter), tiny.params(), num_pages=4)
-        assert pool.table.window is None
+        assert pool.blocks.window is None
 
 
 @pytest.mark.slow
@@ -489,8 +473,8 @@ def test_nothing_leaks_after_ten_thousand_random_requests():
     while not engine.is_idle:
         engine.step()
     engine.settle()
-    assert preempted > 100 and engine.pool.hits > 10_000
-    assert engine.pool.table.num_used == 0 and engine.pool.table.num_free == 23
+    assert preempted > 100 and engine.pool.blocks.hits > 10_000
+    assert engine.pool.blocks.num_used == 0 and engine.pool.blocks.num_free == 23
 
 
 # ------------------------------------------------------------------------------------- the cache
@@ -558,16 +542,16 @@ def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     each = pages.page_bytes(plan, params, 16)
     of = functools.partial(memory.pool_of, plan, params, num_tokens=64, block_size=16)
-    assert len(of(num_gpu_blocks_override=7).table.holders) == 8
-    assert len(of(kv_cache_memory_bytes=9 * each + 5).table.holders) == 9
+    assert of(num_gpu_blocks_override=7).blocks.num_pages == 8
+    assert of(kv_cache_memory_bytes=9 * each + 5).blocks.num_pages == 9
     grows = of()
-    assert len(grows.table.holders) == 5 and grows.most == 4 * 2**30 // each
-    assert of(gpu_memory_utilization=0.5).most > 5
+    assert grows.blocks.num_pages == 5 and grows.blocks.most == 4 * 2**30 // each
+    assert of(gpu_memory_utilization=0.5).blocks.most > 5
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     halved = memory.pool_of(
         plan, narrow, num_tokens=64, block_size=16, kv_cache_memory_bytes=9 * each
     )
-    assert len(halved.table.holders) == 18
+    assert halved.blocks.num_pages == 18
     with pytest.raises(
         ValueError, match=f"leaves 10 bytes, but one page of 16 tokens takes {each:,}"
     ):

@@ -153,7 +153,7 @@ def test_texts_are_those_under_an_automaton_on_the_device(name, paged):
     pool = Pool(plan, tiny.params(), num_pages=40, page_size=8) if paged else None
     texts = run(plan, rows(lambda stream: of_host if stream != 2 else {}), pool=pool)
     assert texts == expected
-    assert pool is None or pool.table.num_used == 0
+    assert pool is None or pool.blocks.num_used == 0
     alone = run(Plan(tiny.TARGET, tiny.NONE), rows(lambda _: of_host)[:1])
     assert alone == expected[:1]
 

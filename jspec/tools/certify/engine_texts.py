@@ -65,9 +65,9 @@ def engine_texts(
 
     first = engine()
     findings = [finding("batched, cold", _arriving(first, rows))]
-    hits = first.pool.hits
+    hits = first.pool.blocks.hits
     findings.append(finding("batched, warm", _arriving(first, rows)))
-    if first.pool.hits == hits and first.pool.shares_prefixes:
+    if first.pool.blocks.hits == hits and first.pool.blocks.shares_prefixes:
         remarks.append("no prompt fills a page: warm prefixes were not compared.")
     findings.append(finding("batched, preempted", _arriving(engine(), rows, preempting=True)))
     return findings, remarks

@@ -1,0 +1,102 @@
+"""The request of a running batch: the profile and the grammars of who runs, and their arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.token_fsm import FREE
+from jspec.core.types import Request
+from jspec.engine import program_memory, slots
+from jspec.engine.loop import DecodeState
+from jspec.engine.profile import Profile, request_of
+from jspec.engine.profiles import Profiles
+from jspec.engine.sequence import EngineSequence
+from jspec.grammar import automata
+from jspec.grammar.automata import Grammar
+
+Members = list[EngineSequence | None]  # sequences by slot
+
+
+class BatchRequest:
+    """Chooses the profile of launches, and makes the request of the sequences in slots.
+
+    Args:
+      profile: settings that all launches have.
+      vocab_size: that of the target.
+    """
+
+    def __init__(self, profile: Profile, vocab_size: int):
+        self.profile, self.profiles = profile, Profiles(profile)
+        self.arrays: Request | None = None  # on the device; the last launch had it
+        self.is_stale = True  # True if launches need other arrays
+        self._vocab_size = vocab_size
+        self._grammars: tuple[Grammar, ...] = ()  # that the device has
+        self._fitted: Members = []  # sequences that ``profile`` was chosen for
+
+    def reset(self) -> None:
+        """Drop the arrays; no sequence is in a slot."""
+        self.arrays, self.is_stale, self._fitted = None, True, []
+
+    def make(
+        self, seated: Members, state: DecodeState, newcomer: EngineSequence | None = None
+    ) -> tuple[Request, np.ndarray, DecodeState]:
+        """Return the request before its keys are derived, the streams, and a state that fits it.
+
+        The ``newcomer`` may have generated tokens before it was preempted.
+        """
+        self._choose_profile(seated)
+        rows = [None if sequence is None else sequence.params for sequence in seated]
+        used = {row.grammar: None for row in rows if row is not None and row.grammar is not None}
+        remaining = [each for each in self._grammars if each in used]
+        grammars = tuple(dict.fromkeys((*remaining, *used)))
+        old, new = map(automata.first_states, (self._grammars, grammars))
+        offsets = np.zeros(len(rows), np.int32)
+        for slot, row in enumerate(rows):
+            if row is not None and row.grammar in old:
+                offsets[slot] = new[row.grammar] - old[row.grammar]
+        generated = _generated(seated, newcomer)
+        request, streams = request_of(rows, self.profile, self._vocab_size, grammars, generated)
+        self._grammars, self.is_stale = grammars, True  # until the caller has the arrays
+        return request, streams, _with_grammar_states(state, request, offsets)
+
+    def renewed(self, seated: Members, state: DecodeState) -> DecodeState:
+        """Make the arrays of the next launch, if it needs others; return a state that fits."""
+        self._choose_profile(seated)
+        if self.is_stale:
+            request, streams, state = self.make(seated, state)
+            self.arrays, self.is_stale = slots.with_keys(request, streams), False
+        return state
+
+    def _choose_profile(self, seated: Members) -> None:
+        if seated == self._fitted:
+            return
+        sequences = [sequence for sequence in seated if sequence is not None]
+        scorings = [sequence.scoring for sequence in sequences]
+        needed = self.profiles.needed([each.params for each in sequences], scorings)
+        before, self.profile = self.profile, self.profiles.choose(needed, self.profile)
+        self._fitted = [*seated]
+        if before != self.profile:
+            program_memory.bound()
+        self.is_stale |= before.without_scores() != self.profile.without_scores()
+
+
+def _generated(seated: Members, newcomer: EngineSequence | None) -> Sequence[Any]:
+    return [each.answer.tokens if each and each is newcomer else () for each in seated]
+
+
+def _with_grammar_states(state: DecodeState, request: Request, offsets: np.ndarray) -> DecodeState:
+    """Return ``state`` with states of grammars if ``request`` has any, and else without.
+
+    Rows without a grammar are in state ``FREE``. States of others have moved by ``offsets`` [B].
+    """
+    history = state.history
+    if request.sampling.automaton is None:
+        history = history.replace(state=None)
+    elif history.state is None:
+        history = history.replace(state=np.full(history.length.shape, FREE, np.int32))
+    elif offsets.any():
+        moved = jnp.where(history.state == FREE, FREE, history.state + offsets)
+        history = history.replace(state=moved)
+    return state.replace(history=history)

@@ -1,0 +1,285 @@
+"""The runner: the state of an engine on the device, and the programs that change it."""
+
+import collections
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.core.logprobs import Logprobs
+from jspec.core.types import Params, Shared
+from jspec.engine import faults, slots
+from jspec.engine.batch_request import BatchRequest, Members
+from jspec.engine.chunks import Chunk
+from jspec.engine.launches import Launch
+from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
+from jspec.engine.masked_round import draft_alone, verify_alone
+from jspec.engine.pages import Pool
+from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile
+from jspec.engine.scheduler import Prefill
+from jspec.engine.sequence import EngineSequence
+from jspec.engine.speculation import LaunchPlan, SpeculationController
+from jspec.grammar.followed import num_words
+
+
+@dataclasses.dataclass
+class Dispatched:
+    """A launch that was not read yet."""
+
+    launch: Launch
+    members: Members
+    most_tokens: int  # that a sequence gains in it
+    chosen: LaunchPlan
+    begin: float | None  # seconds; None if something else ran before it
+
+
+class Runner:
+    """Runs programs on the rows of one batch.
+
+    Args:
+      plan: static.
+      params: weights.
+      profile: settings that all launches have.
+      shared: the drafter's state that outlives calls.
+      pool: pages of the caches; None for caches without pages.
+      capacity: longest history, prompt included.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Params,
+        *,
+        profile: Profile,
+        shared: Shared,
+        pool: Pool | None,
+        capacity: int,
+    ):
+        self.plan, self.params, self.pool, self.shared = plan, params, pool, shared
+        self.request = BatchRequest(profile, plan.target.vocab_size)
+        self.capacity = capacity  # of a row
+        self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
+        self.pinned_length: int | None = None  # K of all launches; None for a choice
+        self._state: DecodeState | None = None
+        self._speculations: dict[int, SpeculationController] = {}  # by the number of rows
+        self._is_alone = True  # whether launches alone ran since the last one
+        self._last_end: float | None = None  # of a launch, if it was seen to end
+
+    @property
+    def is_lost(self) -> bool:
+        """True if buffers were consumed by a call that returned nothing."""
+        mine = jax.tree.leaves((self._state, self.shared))
+        arrays = (leaf for leaf in mine if isinstance(leaf, jax.Array))
+        is_lost = any(leaf.is_deleted() for leaf in arrays)
+        return is_lost or (self.pool is not None and self.pool.is_lost)
+
+    @property
+    def buffer_size(self) -> int:
+        """The length S of the histories."""
+        return slots.buffer_size(self.plan, self.capacity)
+
+    def start_anew(self, capacity: int) -> None:
+        """Drop the rows, as no sequence is in one; the next ones have another ``capacity``."""
+        self._state, self.capacity = None, capacity
+        self.request.reset()
+
+    def reset(self, *, keeps_pages: bool) -> None:
+        """Drop the rows after a fault. Pages and the drafter's shared state begin anew, or stay."""
+        self.start_anew(self.capacity)
+        if not keeps_pages:
+            self.shared = init_shared(self.plan)
+            if self.pool is not None:
+                self.pool.renew()
+
+    # ------------------------------------------------------------------------------------ programs
+
+    def widen(self, width: int) -> None:
+        """Have more rows; those that there are stay."""
+        self.request.is_stale = True
+        if self._state is not None:
+            has_pages = self.pool is not None
+            self._state = slots.widened(self.plan, self.params, self._state, width, has_pages)
+
+    def seat(self, sequence: EngineSequence, seated: Members) -> None:
+        """Write a sequence into its row; ``seated`` are the sequences of all rows."""
+        size, has_pages = self.buffer_size, self.pool is not None
+        if self._state is None:
+            self._state = slots.allocate(self.plan, self.params, len(seated), size, has_pages)
+        request, streams, self._state = self.request.make(seated, self._state, sequence)
+        text = np.zeros(size, np.int32)
+        text[: sequence.length] = sequence.text
+        self._is_alone = False
+        arrays, self._state = slots.seat(
+            self.plan,
+            self.params,
+            self._state,
+            request,
+            streams,
+            slot=np.int32(sequence.slot),
+            text=text,
+            cached=np.int32(sequence.num_prefilled),
+            ready=np.bool_(not sequence.num_left),
+            has_pages=has_pages,
+        )
+        self.request.arrays, self.request.is_stale = arrays, False
+        speculation = self._speculation_of(len(seated))
+        if speculation is not None:
+            speculation.forget(sequence.slot)
+
+    def prefill(self, chunk: Prefill, table: np.ndarray | None) -> Logprobs | None:
+        """Prefill chunks of prompts; return their scores, if asked for."""
+        # Leave the states of grammars out: they would compile another program.
+        grammar_states = self._state.history.state
+        self._state = self._state.replace(history=self._state.history.replace(state=None))
+        self._is_alone = False
+        state, scores = prefill(
+            self.plan,
+            self.params,
+            self._lent(),
+            *chunk.arrays,
+            chunk.rows,
+            chunk.scoring,
+            table,
+        )
+        self._take_back(state.replace(history=state.history.replace(state=grammar_states)))
+        self.prefills[chunk.size] += 1
+        return scores
+
+    def launch(
+        self,
+        chosen: LaunchPlan,
+        rounds: int,
+        members: Members,
+        seated: Members,
+        watched: np.ndarray,
+        table: np.ndarray | None,
+    ) -> Dispatched:
+        """Dispatch a launch of up to ``rounds`` rounds; it ends as soon as a watched row does."""
+        profile = self._profile(seated, follows=False)
+        self.shared, state, ran = launch(
+            chosen.plan,
+            profile,
+            self.params,
+            self.request.arrays,
+            self.shared,
+            self._lent(),
+            np.int32(rounds),
+            watched,
+            table,
+            chosen.budget,
+        )
+        self._take_back(state)
+        begin = time.perf_counter() if self._is_alone else None
+        self._is_alone = True
+        return Dispatched(ran, members, rounds * (self.plan.drafter.max_depth + 1), chosen, begin)
+
+    def follow(
+        self, chosen: LaunchPlan, members: Members, seated: Members, table: np.ndarray | None
+    ) -> Dispatched:
+        """Run a round in two programs; in between the host makes masks for the draft.
+
+        A sequence whose grammar cannot be followed ends by the error.
+        """
+        profile = self._profile(seated, follows=True)
+        inputs = self.params, self.request.arrays
+        state, halfway = draft_alone(chosen.plan, *inputs, self.shared, self._lent(), table)
+        self._take_back(state)
+        bits, used = self._masks(halfway.whole, members)
+        self.shared, state, ran = verify_alone(
+            chosen.plan,
+            profile,
+            *inputs,
+            self.shared,
+            self._lent(),
+            halfway,
+            bits,
+            used,
+            table,
+        )
+        self._take_back(state)
+        self._is_alone = False
+        return Dispatched(ran, members, self.plan.drafter.max_depth + 1, chosen, None)
+
+    def bring(self, dispatched: Dispatched) -> Launch:
+        """Bring a launch to the host, and learn from it for the next ones."""
+        is_late, seconds = dispatched.launch.rounds.is_ready(), None
+        ran, end = jax.device_get(dispatched.launch), time.perf_counter()
+        if dispatched.begin is not None and self._last_end is not None and not is_late:
+            seconds = end - max(dispatched.begin, self._last_end)
+        self._last_end = None if is_late else end
+        members = dispatched.members
+        speculation = self._speculation_of(len(members))
+        if speculation is not None:
+            stay = [each is not None and each.slot == row for row, each in enumerate(members)]
+            speculation.learn(dispatched.chosen, ran, np.array(stay), seconds)
+        return ran
+
+    def end(self, rows: np.ndarray, seated: Members) -> None:
+        """End ``rows``, bool [B], of texts that the host ended."""
+        if self._state is not None:
+            if len(self.request.arrays.max_length) != len(rows):  # the batch was widened
+                self._state = self.request.renewed(seated, self._state)
+            self.request.arrays, self.shared, self._state = cancel(
+                self.plan, self.request.arrays, self.shared, self._state, rows
+            )
+
+    def _profile(self, seated: Members, *, follows: bool) -> Profile:
+        """Return the profile of a launch whose request is on the device."""
+        self._state = self.request.renewed(seated, self._state)
+        profile = dataclasses.replace(self.request.profile, follows=follows)
+        self.request.profiles.add(profile)
+        return profile
+
+    def _masks(self, draft: Any, members: Members) -> tuple[np.ndarray, np.ndarray]:
+        """Return the masks of grammars that the host follows, and bool [B]: rows that have any."""
+        tokens, parents, valid = jax.device_get((draft.tokens, draft.parents, draft.valid))
+        parents = np.broadcast_to(parents, tokens.shape)
+        used = np.array([bool(sequence and sequence.follower) for sequence in members])
+        words = num_words(self.plan.target.vocab_size)
+        bits = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
+        for slot in np.flatnonzero(used):
+            sequence, nodes = members[slot], (tokens[slot], parents[slot], valid[slot])
+            try:
+                bits[slot] = sequence.follower.masks(sequence.answer.tokens, *nodes)
+            except faults.INTERRUPTIONS:
+                raise
+            except BaseException as error:  # panics of Rust are no Exception
+                sequence.fail(faults.of_sequence(error))
+        return bits, used
+
+    def _lent(self) -> DecodeState:
+        return self._state if self.pool is None else self.pool.lend(self._state)
+
+    def _take_back(self, state: DecodeState) -> None:
+        self._state = state if self.pool is None else self.pool.take_back(state)
+
+    # ------------------------------------------------------------------------------- K of a launch
+
+    def choose(self, members: Members) -> LaunchPlan:
+        """Return K, the budget and the rounds of the next launch."""
+        speculation = self._speculation_of(len(members))
+        if speculation is None:
+            return LaunchPlan(self.plan)
+        speculation.pinned = self.pinned_length
+        return speculation.choose(np.array([sequence is not None for sequence in members]))
+
+    @property
+    def ends_with_any_row(self) -> bool:
+        """True if the number of unfinished rows decides about K, so that a launch ends with any."""
+        return bool(self.plan.batch_sizes)
+
+    def launch_plans(self, width: int) -> list[LaunchPlan]:
+        """Return a plan of every program that launches of ``width`` rows may have."""
+        speculation = self._speculation_of(width)
+        return [LaunchPlan(self.plan)] if speculation is None else speculation.launch_plans
+
+    def _speculation_of(self, width: int) -> SpeculationController | None:
+        """Return what chooses K for launches of so many rows; None if the plan has one K."""
+        if not self.plan.lengths:
+            return None
+        if width not in self._speculations:
+            self._speculations[width] = SpeculationController(self.plan, width)
+        return self._speculations[width]
