@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from jspec.api import config
-from jspec.api.config import SpeculativeConfig, custom_class
+from jspec.api.config import SpeculativeConfig
 from jspec.api.config.keys import HYBRID
 from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
@@ -154,7 +154,7 @@ def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: Loade
         every = zip(part.parts, drafter.parts, weights, strict=True)
         return tuple(_separate_weights(*one, target) for one in every)
     if part.speculative.drafter_class:
-        return custom_class.params_of(drafter, target.params)
+        return drafter.load_params(target.params)
     return weights
 
 

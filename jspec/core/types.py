@@ -253,6 +253,10 @@ class Drafter(abc.ABC):
         """Raise ValueError if ``params`` are not its weights; by default all are accepted."""
         del params
 
+    def load_params(self, target_params: Any) -> Any:
+        """Return the weights of a class that a config names, a pytree of arrays; None for none."""
+        return None
+
     def init(self, params: Params, request: Request, capacity: int) -> Memory:
         """Allocate the memory for histories of up to ``capacity`` tokens."""
         return ()

@@ -2,12 +2,9 @@
 
 The class is a frozen dataclass that inherits from ``jspec.Drafter``. Its fields are its config
 keys. jspec fills in ``target`` and ``vocab_size`` if the config does not. A drafter with
-weights has one more method,
-
-    def load_params(self, target_params) -> a pytree of arrays
-
-which jspec calls once, after it loads the target's weights. The other methods get the result as
-``params.drafter``. A field of the class can hold the path of the weights.
+weights defines ``load_params``, which jspec calls once, after it loads the target's weights. The
+other methods get the result as ``params.drafter``. A field of the class can hold the path of the
+weights.
 """
 
 import dataclasses
@@ -15,7 +12,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jspec import verify
 from jspec.api.config.keys import CUSTOM_CLASS, KEYS, RULE_KEYS
@@ -38,15 +35,8 @@ _OURS = {
     *itertools.chain(*RULE_KEYS.values()),
 }
 _DECLARED = ("max_depth", "tree_size", "proposal")  # the members without a default
-_METHODS = ("init", "prefill", "propose", "update", "init_shared", "on_finished", "check_params")
-
-
-@runtime_checkable
-class LoadsParams(Protocol):
-    """A custom drafter with weights."""
-
-    def load_params(self, target_params: Any) -> Any:
-        """Return the weights, a pytree of arrays."""
+_METHODS = ("init", "prefill", "propose", "update", "init_shared", "on_finished")
+_METHODS += ("check_params", "load_params")
 
 
 def is_custom(given: Mapping[str, Any]) -> bool:
@@ -122,11 +112,6 @@ def build(
     return built
 
 
-def params_of(drafter: Drafter, target_params: Any) -> Any:
-    """Return the weights of a custom drafter, or None if it has none."""
-    return drafter.load_params(target_params) if isinstance(drafter, LoadsParams) else None
-
-
 def _check_class(drafter: type) -> None:
     """Raise one error that lists every fault of a class."""
     name = drafter.__name__
@@ -148,9 +133,7 @@ def _check_class(drafter: type) -> None:
     wrong += [f"no method {method!r}" for method in sorted(drafter.__abstractmethods__)]
     meant = "has the name of a key with another meaning"
     wrong += [f"the field {member!r} {meant}" for member in sorted(_OURS & fields)]
-    wrong += [_complaint(drafter, Drafter, member) for member in _METHODS]
-    if hasattr(drafter, "load_params"):
-        wrong.append(_complaint(drafter, LoadsParams, "load_params"))
+    wrong += [_complaint(drafter, member) for member in _METHODS]
     wrong = [fault for fault in wrong if fault]
     if wrong:
         raise ValueError(
@@ -159,10 +142,10 @@ def _check_class(drafter: type) -> None:
         )
 
 
-def _complaint(drafter: type, protocol: type, method: str) -> str | None:
+def _complaint(drafter: type, method: str) -> str | None:
     """Return the fault of a method, or None."""
     member = inspect.getattr_static(drafter, method)
-    names = list(inspect.signature(getattr(protocol, method)).parameters)
+    names = list(inspect.signature(getattr(Drafter, method)).parameters)
     call = f"{method}({', '.join(names)})"
     if not inspect.isfunction(member):
         return f"{method!r} is no plain method {call}"
