@@ -146,9 +146,10 @@ def _append_to_pages(cache: KVCache, new: tuple[Any, ...], rows: Array, count: A
         num_pages, heads, page, _ = pool.shape
         ids = jnp.take_along_axis(cache.table, slots // page, 1, mode="clip")
         ids = jnp.where(steps < count[:, None], ids, num_pages)  # outside of the pool: dropped
-        fresh = jnp.take_along_axis(fresh, rows[:, None, :, None], 2).astype(dtype_of(pool))
+        fresh = _stored(fresh.astype(dtype_of(pool)), pool)
+        fresh = jnp.take_along_axis(fresh, rows[:, None, :, None], 2)
         index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
-        return pool.at[index].set(_stored(fresh, pool), mode="drop")
+        return pool.at[index].set(fresh, mode="drop")
 
     layers = jax.tree.map(write, cache.layers, new)
     return cache.replace(layers=layers, length=cache.length + count)

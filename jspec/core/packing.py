@@ -26,7 +26,7 @@ class Matmul(NamedTuple):
 
 # A CPU reads a matrix and widens it, whatever the rows. On accelerators the time is that of the
 # bytes until the multiplications take longer; docs/tpu_and_gpu.md has the table.
-MATMULS = {"cpu": Matmul(8, 24, 4, 5), "gpu": Matmul(128, 0, 16, 3), "tpu": Matmul(128, 0, 16, 3)}
+MATMULS = {"cpu": Matmul(8, 24, 4, 4), "gpu": Matmul(128, 0, 16, 3), "tpu": Matmul(128, 0, 16, 3)}
 
 
 @struct.dataclass

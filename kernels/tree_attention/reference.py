@@ -165,6 +165,9 @@ def dot(equation: str, rows: Array, stored: Array) -> Array:
 
 def _begin(scores: Array, values: Array):
     """Return the running softmax of scores [B, Hkv, R, S] over values [B, Hkv, S, D]."""
+    if values.shape[2] == 1:  # every row sees it
+        mixed = jnp.broadcast_to(values, (*scores.shape[:-1], values.shape[-1]))
+        return scores[..., 0], jnp.ones_like(scores[..., 0]), mixed.astype(scores.dtype)
     peak = scores.max(-1)
     weights = jnp.exp(scores - peak[..., None])
     return peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, values)
@@ -263,17 +266,17 @@ def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens):
     last = jnp.maximum(-(-length // size), first)
     num_steps, row_of_step, start_of_step, pages_of_step = _schedule(table, count, first, last)
     start_of_step *= size
-    left_of_step = length[row_of_step] - start_of_step
+    left_of_step = jnp.minimum(length[row_of_step] - start_of_step, size)
+    first_slots = jnp.arange(size) < jnp.arange(size + 1)[:, None]
 
     def step(index, carry):
         # Unsigned indices need no test for negative ones.
         at = lambda x: lax.dynamic_index_in_dim(x.astype(jnp.uint32), index, keepdims=False)
         row, left = at(row_of_step), at(left_of_step)
         one = lambda x: lax.dynamic_slice_in_dim(x, row, 1)
-        slots = jnp.arange(size, dtype=jnp.uint32)
-        mask = (slots < left)[None, None]
+        mask = lax.dynamic_index_in_dim(first_slots, left)[None]
         if window is not None:
-            slots = (at(start_of_step) + slots).astype(jnp.int32)
+            slots = at(start_of_step).astype(jnp.int32) + jnp.arange(size)
             mask &= slots > one(positions)[:, :, None] - window
         mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
         ids = at(pages_of_step)[None]

@@ -33,6 +33,7 @@ BATCH, CAPACITY = 8, 1040  # of the loops
 CHUNK = 256  # tokens of a prefill
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
 PAGES, PAGE_SIZE = BATCH * 17 + 3, 64  # no array but a pool has as many pages
+PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # JAX's names of backends
 PAGED = ("draft_model", "eagle3, drawn tree", "static tree")
 ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
@@ -122,14 +123,19 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
-    loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
+    loops = {f"decode, {name}": plan for name, plan in plans(platform, None).items()}
     paged = {}
     if num_devices == 1:
-        paged = {f"decode, {name}, pages": plans(None)[name] for name in PAGED}
-    deterministic = Plan(BatchInvariantDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
+        paged = {f"decode, {name}, pages": plans(platform, None)[name] for name in PAGED}
+    deterministic = Plan(
+        BatchInvariantDecoder(TARGET),
+        DraftModel(DRAFT, 7),
+        "coupled",
+        platform=PLATFORMS[platform],
+    )
     loops["decode, draft_model, deterministic"] = deterministic
     if num_devices == 1:
-        with_kernels = plans(kernel)
+        with_kernels = plans(platform, kernel)
         for name in ("draft_model", "eagle3, drawn tree"):
             loops[f"decode, {name}, {kernel}"] = with_kernels[name]
     for name, plan in loops.items():
@@ -142,7 +148,7 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
     for name, plan in paged.items():
         programs_by_name[name] = Program(functools.partial(loop, plan, pages=True), pools(plan))
     if num_devices == 1:
-        plan = plans(None)["draft_model"]
+        plan = plans(platform, None)["draft_model"]
         prompts = {"": _cache_shapes(plan, 1), ", pages": pools(plan)}
         for name, shapes in prompts.items():
             program = functools.partial(prompt, plan, pages=bool(name))
@@ -189,7 +195,7 @@ def attention(
     return jax.jit(attend).trace(*put(arrays))
 
 
-def plans(implementation: str | None) -> dict[str, Plan]:
+def plans(platform: str, implementation: str | None) -> dict[str, Plan]:
     """Return the decode loops, with kernels of attention and of rejection sampling.
 
     A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
@@ -204,13 +210,14 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     drawn = dict(tree="sampled", tree_size=16, tree_depth=5, tree_top_k=4)
     dynamic = dict(tree="eagle2", tree_size=32, tree_depth=5, tree_top_k=8)
     judged = lambda rule: dataclasses.replace(RULES[rule], implementation=implementation)
+    plan = functools.partial(Plan, platform=PLATFORMS[platform])
     return {
-        "draft_model": Plan(target, chain),
-        "static tree": Plan(target, tree),
-        "eagle3, chain": Plan(target, Eagle(head, target, 7), judged("rejection")),
-        "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
-        "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
-        "eagle3, adaptive": Plan(target, Eagle(head, target, 7), lengths=(0, 3, 7)),
+        "draft_model": plan(target, chain),
+        "static tree": plan(target, tree),
+        "eagle3, chain": plan(target, Eagle(head, target, 7), judged("rejection")),
+        "eagle3, drawn tree": plan(target, Eagle(head, target, **drawn), judged("block")),
+        "eagle3, dynamic tree": plan(target, Eagle(head, target, **dynamic)),
+        "eagle3, adaptive": plan(target, Eagle(head, target, 7), lengths=(0, 3, 7)),
     }
 
 
