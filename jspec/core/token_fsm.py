@@ -6,8 +6,10 @@ allowed tokens, not with states times vocabulary. The automaton takes one step p
 branch, so every drafted node has its own state.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jspec.core import trees
 from jspec.core.branches import Branches
@@ -73,10 +75,16 @@ def forced(automaton: Automaton, state: Array) -> tuple[Array, Array]:
 
 def advance(automaton: Automaton, state: Array, tokens: Array, valid: Array) -> Array:
     """Return the state after the valid tokens of [..., M], in order."""
-    for index in range(tokens.shape[-1]):
+    automaton, tokens, valid = jax.tree.map(jnp.asarray, (automaton, tokens, valid))
+
+    def step(index: Array, state: Array) -> Array:
         following, _ = find(automaton, state, tokens[..., index])
-        state = jnp.where(valid[..., index], following, state)
-    return state
+        return jnp.where(valid[..., index], following, state)
+
+    if tokens.shape[-1] == 0:
+        return state
+    # Unrolled, the search would be compiled once for each token.
+    return lax.fori_loop(0, tokens.shape[-1], step, state)
 
 
 def allowed(automaton: Automaton, state: Array, vocab_size: int) -> Array:
@@ -118,15 +126,23 @@ def force(automaton: Automaton, history: History, draft: Draft) -> Draft:
     """
     if draft.logits is not None or not trees.is_chain(draft.parents):
         return draft
-    state = history.state
-    tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]
-    for node in range(1, draft.tokens.shape[1]):
+
+    def step(node: Array, carry: tuple[Draft, Array]) -> tuple[Draft, Array]:
+        draft, state = carry
         token, only = forced(automaton, state)
         drafted = draft.valid[:, node]
-        tokens.append(jnp.where(drafted, draft.tokens[:, node], token))
-        valid.append(valid[-1] & (drafted | only))
-        state, _ = find(automaton, state, tokens[-1])
-    return draft.replace(tokens=jnp.stack(tokens, 1), valid=jnp.stack(valid, 1))
+        token = jnp.where(drafted, draft.tokens[:, node], token)
+        valid = draft.valid[:, node - 1] & (drafted | only)
+        draft = draft.replace(
+            tokens=draft.tokens.at[:, node].set(token), valid=draft.valid.at[:, node].set(valid)
+        )
+        return draft, find(automaton, state, token)[0]
+
+    size = draft.tokens.shape[1]
+    alone = draft.replace(parents=None)  # which may be static
+    automaton, *carry = jax.tree.map(jnp.asarray, (automaton, alone, history.state))
+    alone, _ = lax.fori_loop(1, size, step, tuple(carry))
+    return alone.replace(parents=draft.parents)
 
 
 def branch_states(automaton: Automaton, branches: Branches) -> Array:
