@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array, Draft, Params, Request, Shared, Tree
+from jspec.engine import round
 from jspec.engine.functional import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
