@@ -43,13 +43,13 @@ STOP_STRINGS = Limit(
 STOP_CHARACTERS = Limit(
     "stop", 1000, "characters in a string", "as many may be held back from a stream"
 )
-STOP_TOKENS = Limit("stop_token_ids", 256, "ids", "the largest list widens the programs of all")
-BAD_WORDS = Limit("bad_words", 1024, "words", "the largest list widens the programs of all")
+STOP_TOKENS = Limit("stop_token_ids", 256, "ids", "a long list slows those that run beside it")
+BAD_WORDS = Limit("bad_words", 1024, "words", "a long list slows those that run beside it")
 BAD_WORD_CHARACTERS = Limit(
     "bad_words", 200, "characters in a word", "each word is tokenised twice"
 )
 BAD_WORD_TOKENS = Limit(
-    "bad_words", 64, "tokens in a word", "the longest word widens the programs of all"
+    "bad_words", 64, "tokens in a word", "a long word slows those that run beside it"
 )
 TEXTS = Limit("n", 16384, "texts", "vLLM's limit, for best_of too")
 SAMPLING = (
