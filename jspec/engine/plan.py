@@ -77,6 +77,9 @@ class Plan:
                 f"packed=True needs a target whose forward takes a packing, and "
                 f"{type(self.target).__name__} has no packs_nodes=True; leave packed out."
             )
+        if self.platform not in (None, *packing.MATMULS):
+            known = ", ".join(packing.MATMULS)
+            raise ValueError(f"platform={shown(self.platform)} must be one of {known}, or None.")
         if isinstance(self.rule, str) and self.rule not in verify.RULES:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")

@@ -176,6 +176,11 @@ def test_a_pass_that_is_too_small_for_the_rows_emits_nothing():
     assert budget.expected(plan.passes(16), survival, 16).tolist() == [0, 18, 24, 34, 48]
 
 
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="platform='cuda' must be one of cpu, gpu, tpu, or None"):
+        Plan(tiny.TARGET, tiny.NGRAM, platform="cuda")
+
+
 def test_a_target_that_takes_no_packing_is_refused():
     with pytest.raises(ValueError, match="ToyTarget has no packs_nodes=True; leave packed out"):
         Plan(fakes.ToyTarget(8), tiny.NGRAM, packed=True)
