@@ -108,6 +108,7 @@ class Runtime:
                             scoring=scoring,
                             priority=priority,
                             cache_salt=request.prompt.cache_salt,
+                            is_checked=True,  # by the resolver, in a thread of its own
                         )
                         tickets.append(ticket)
             except BaseException:

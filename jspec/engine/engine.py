@@ -121,6 +121,7 @@ class Engine:
         scoring: Scoring | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        is_checked: bool = False,
     ) -> EngineSequence:
         """Queue a sequence. They run by priority, the lowest number first, then by arrival.
 
@@ -133,6 +134,7 @@ class Engine:
           scoring: scores of tokens; None for none.
           priority: as vLLM's.
           cache_salt: sequences share pages only with those of the same salt.
+          is_checked: True for a sequence that ``check_fit`` has passed, which may take long.
 
         Raises:
           ValueError: the sequence does not fit the model, the engine's capacity or the pool, or
@@ -140,7 +142,8 @@ class Engine:
           queue.Full: ``max_num_queued`` sequences wait already.
         """
         check_priority(priority)
-        check_fit([sequence], self.plan.target)
+        if not is_checked:
+            check_fit([sequence], self.plan.target)
         check_capacity(sequence, self.capacity)
         blocks = self.scheduler.pool
         if blocks is not None:

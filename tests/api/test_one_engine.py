@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 import jspec
 from jspec.api.async_llm import AsyncLLM
 from jspec.engine.engine import Engine
-from jspec.engine.loop import launch
+from jspec.engine.loop import launch, prefill
+from jspec.engine.sequences import SequenceParams
 from jspec.util.interrupts import Uninterrupted
 from tests import llm_fixtures
 
@@ -210,15 +211,30 @@ def test_an_abort_ends_a_text_that_waits_for_a_slot(llm):
     assert output.outputs[0].token_ids == [] == output.outputs[0].logprobs
 
 
-def test_no_launch_is_compiled_again_because_a_context_grew(target):
+def test_nothing_is_compiled_again_because_a_context_grew(target):
     long = dataclasses.replace(target.config, max_positions=2048)
     llm = jspec.LLM(dataclasses.replace(target, config=long), CONFIG, max_num_seqs=2)
     sizes = []
-    for length in (10, 300, 1000):
-        prompt = {"prompt_token_ids": [1 + index % 290 for index in range(length)]}
+    for length in (10, 300, 1000, 40, 500, 1500):
+        prompt = {"prompt_token_ids": [1 + (index * length) % 290 for index in range(length)]}
         llm.generate(prompt, params(1, max_tokens=8))
-        sizes.append(launch._cache_size())
-    assert sizes == [sizes[0]] * 3
+        sizes.append((launch._cache_size(), prefill._cache_size()))
+    assert len({launches for launches, _ in sizes}) == 1
+    assert sizes[2] == sizes[-1]  # passes have few sizes, which the first prompts have used
+
+
+def test_a_request_is_not_checked_in_the_turn_of_the_engine(llm, monkeypatch):
+    seen, read = [], SequenceParams.token_ids.fget
+
+    def counted(sequence):
+        seen.append(threading.current_thread().name)
+        return read(sequence)
+
+    monkeypatch.setattr(SequenceParams, "token_ids", property(counted))
+    asked = params(1, n=20, max_tokens=2, logit_bias={token: 1.0 for token in range(99)})
+    with AsyncLLM(llm) as served:
+        asyncio.run(last(served, "x", asked))
+    assert len(seen) == 1 and seen[0] != "jspec-engine"
 
 
 def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(llm, expected, monkeypatch):
