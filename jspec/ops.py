@@ -144,10 +144,12 @@ def attention(
     positions: Array | None = None,
     soft_cap: float | None = None,
     table: Array | None = None,
+    first_only: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
 
+    ``first_only`` speeds up the reference on a CPU alone; others may ignore it.
     ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
     None is what measurements of ``benchmarks/kernels.py`` on the device show to be faster: the
     kernel on a single Hopper GPU, for at most 64 nodes over a bfloat16 cache without pages, and
@@ -185,7 +187,8 @@ def attention(
         block = reference.accelerator_block(table.shape[1] * cache_k.shape[2], rows)
         on_accelerator = functools.partial(run, block=block)
         on_cpu = functools.partial(on_cpu, by_row=True)
-        return lax.platform_dependent(*arrays, table, cpu=on_cpu, default=on_accelerator)
+        arrays = (*arrays, table, first_only)
+        return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_accelerator)
     slots = cache_k.shape[2]
     block, group = reference.accelerator_block(slots, rows), reference.cpu_group(cache_k)
     is_same = group == len(q) and block >= slots and reference.cpu_block(slots) >= slots

@@ -39,6 +39,7 @@ class Packing:
     nodes: Array  # [M] int32: row * N + node of each entry
     entries: Array  # [B, N] int32: the entry of each node; 0 for nodes that are not in the list
     rows: Array  # [B] bool: rows that have nodes in the list
+    first_only: Array | None  # [B] bool: rows that list their first node alone, or nothing
     count: Array  # [] int32, listed nodes
     size_index: Array  # [] int32, of the smallest of ``sizes`` that holds them
     sizes: tuple[int, ...] = struct.field(pytree_node=False)  # ascending to M
@@ -69,8 +70,11 @@ class Packing:
         return lax.switch(self.size_index, list(map(first, self.sizes)), x)
 
 
-def packing_of(listed: Array, sizes: Sequence[int]) -> Packing:
-    """Return the packing of ``listed`` nodes, bool [B, N]: at most the last of ``sizes``."""
+def packing_of(listed: Array, sizes: Sequence[int], drafts_always: bool = False) -> Packing:
+    """Return the packing of ``listed`` nodes, bool [B, N]: at most the last of ``sizes``.
+
+    With ``drafts_always``, no row lists its first node alone, so ``first_only`` is None.
+    """
     flat = listed.reshape(-1)
     counts = jnp.cumsum(flat, dtype=jnp.int32)
     nodes = jnp.searchsorted(counts, jnp.arange(1, sizes[-1] + 1, dtype=jnp.int32))
@@ -80,6 +84,7 @@ def packing_of(listed: Array, sizes: Sequence[int]) -> Packing:
         nodes=nodes,
         entries=entries,
         rows=listed.any(1),
+        first_only=None if drafts_always else ~listed[:, 1:].any(1),
         count=counts[-1],
         size_index=jnp.searchsorted(jnp.array(sizes[:-1], jnp.int32), counts[-1]),
         sizes=tuple(sizes),

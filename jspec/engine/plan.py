@@ -159,6 +159,15 @@ class Plan:
         return rule.for_proposal(self.proposal)
 
     @property
+    def drafts_always(self) -> bool:
+        """True if all rows have drafts in all rounds: of a network, which no budget takes back."""
+        return self._has_network and self.length is None
+
+    @property
+    def _has_network(self) -> bool:
+        return bool(self.drafter.capture_layers) or self.drafter.catches_up
+
+    @property
     def _rule(self) -> verify.Rule:
         return verify.RULES[self.rule] if isinstance(self.rule, str) else self.rule
 
@@ -196,8 +205,7 @@ class Plan:
             return self.node_buckets
         if self.drafting is None:
             return (1,)
-        always = bool(self.drafter.capture_layers) or self.drafter.catches_up
-        least, sizes = 2 if always else 1, {self.tree_size, *self.node_buckets}
+        least, sizes = 2 if self._has_network else 1, {self.tree_size, *self.node_buckets}
         return tuple(size for size in self.drafting.node_buckets if size in sizes and size >= least)
 
     def verify(

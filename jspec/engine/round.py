@@ -250,7 +250,7 @@ def run_pass(
     count, totals = sizes[-1].nodes, [size.total for size in sizes]
     nodes, part = _first_nodes(draft, count), trees.first_nodes(tree, count)
     is_list = totals[0] < len(listed) * count
-    packing = packing_of(listed[:, :count], totals) if is_list else None
+    packing = packing_of(listed[:, :count], totals, plan.drafts_always) if is_list else None
     return nodes, part, forward(plan, params, nodes.tokens, part, cache, packing)
 
 

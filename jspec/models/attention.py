@@ -92,6 +92,7 @@ def attention_over(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
             positions=rows_at(positions, queried),
+            first_only=None if packing is None else packing.first_only,
             implementation=implementation,
         )
         return mixed if packing is None else _by_tokens(packing.pack, mixed)

@@ -46,6 +46,7 @@ def tree_attention(
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
+    first_only: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -72,6 +73,8 @@ def tree_attention(
       length: committed slots of each row, int32 [B].
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
       table: pages of each row, int32 [B, M]; None for a cache without pages.
+      first_only: bool [B], rows of which only the result of the first node is used; None for none.
+        With ``by_row``, the prefix is not read for their other nodes.
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
         apply the window to the tree.
@@ -86,15 +89,17 @@ def tree_attention(
     """
     batch, heads, nodes, dim = q.shape
     kv_heads = tree_k.shape[1]
+    groups = heads // kv_heads
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     widens = table is not None and cache_k.dtype == jnp.uint16 and nodes <= FEW_NODES
     if widens:
         tree_k, tree_v = tree_k.astype(dtype), tree_v.astype(dtype)
-    # Query heads of one group become rows of one matmul: [B, Hkv, G*N, D].
-    rows = (q.astype(dtype) * scale).reshape(batch, kv_heads, heads // kv_heads * nodes, dim)
+    # Query heads of one group become rows of one matmul, node by node: [B, Hkv, N*G, D].
+    rows = (q.astype(dtype) * scale).reshape(batch, kv_heads, groups, nodes, dim)
+    rows = rows.swapaxes(2, 3).reshape(batch, kv_heads, nodes * groups, dim)
 
-    def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, G*N, M]
-        return jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
+    def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, N*G, M]
+        return jnp.repeat(mask, groups, axis=1)[:, None]
 
     def scores_of(rows: Array, keys: Array, mask: Array) -> Array:
         scores = dot("bhrd,bhsd->bhrs", rows, keys)
@@ -103,7 +108,7 @@ def tree_attention(
         return jnp.where(mask, scores, MASKED)
 
     mask = unpack(ancestors, tree_k.shape[2])
-    carry = _in_parts(scores_of, rows, tree_k, tree_v, mask, parts)
+    carry = _in_parts(scores_of, rows, tree_k, tree_v, mask, spread, parts)
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
         scores_of_all = functools.partial(scores_of, rows)
@@ -113,12 +118,15 @@ def tree_attention(
             pools = cache_k, cache_v, table
             block = block or (1 if nodes <= FEW_NODES else MANY_NODES_SLOTS)
             if by_row:
-                seen = length, window, positions
-                carry = _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens)
+                seen = length, window, positions, first_only if nodes > 1 else None
+                carry = _stream_rows(
+                    scores_of, rows, pools, seen, spread, carry, block, widens, groups
+                )
             else:
                 carry = _stream_pages(scores_of_all, pools, visible, spread, carry, block, widens)
     _, total, mixed = carry
-    return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
+    out = (mixed / total[..., None]).reshape(batch, kv_heads, nodes, groups, dim)
+    return out.swapaxes(2, 3).reshape(batch, heads, nodes, dim)
 
 
 def cpu_block(slots: int) -> int:
@@ -173,30 +181,18 @@ def _begin(scores: Array, values: Array):
     return peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, values)
 
 
-def _in_parts(scores_of, rows, tree_k, tree_v, mask, parts):
+def _in_parts(scores_of, rows, tree_k, tree_v, mask, spread, parts):
     """Return the running softmax of all nodes, each part of them over the keys up to its end.
 
-    ``rows`` are [B, Hkv, G * N, D] and ``mask`` is [B, N, M].
+    ``rows`` are [B, Hkv, N * G, D] and ``mask`` is [B, N, M].
     """
-    batch, kv_heads, count, dim = rows.shape
-    nodes, keys = mask.shape[1:]
-    groups, size = count // nodes, nodes // parts
-    rows = rows.reshape(batch, kv_heads, groups, nodes, dim)
+    nodes, keys = mask.shape[1] // parts, mask.shape[2] // parts
     carries = []
-    for part in range(1, parts + 1):
-        mine, last = slice((part - 1) * size, part * size), part * keys // parts
-        seen = jnp.tile(mask[:, mine, :last], (1, groups, 1))[:, None]
-        queries = rows[:, :, :, mine].reshape(batch, kv_heads, -1, dim)
+    for part, queries in enumerate(jnp.split(rows, parts, axis=2)):
+        last = (part + 1) * keys
+        seen = spread(mask[:, part * nodes : (part + 1) * nodes, :last])
         carries.append(_begin(scores_of(queries, tree_k[:, :, :last], seen), tree_v[:, :, :last]))
-    if parts == 1:
-        return carries[0]
-
-    def joined(*each: Array) -> Array:
-        rest = each[0].shape[3:]
-        split = [x.reshape(batch, kv_heads, groups, size, *rest) for x in each]
-        return jnp.concatenate(split, axis=3).reshape(batch, kv_heads, count, *rest)
-
-    return jax.tree.map(joined, *carries)
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=2), *carries)
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
@@ -249,14 +245,14 @@ def _stream_pages(scores_of, pools, visible, spread, carry, block, widens):
     return lax.fori_loop(first // (count * page), -(-end // (count * page)), step, carry)
 
 
-def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens):
+def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens, groups):
     """Add the pages of all rows to a running softmax, ``block`` slots of one row at a time.
 
-    One loop runs over the blocks of all rows. Its schedule does not depend on the layer, so XLA
-    computes it once for all layers.
+    One loop runs over the blocks of all rows, after one over those of ``first_only`` rows. Their
+    schedule does not depend on the layer, so XLA computes it once for all layers.
     """
     pool_k, pool_v, table = pools
-    length, window, positions = seen
+    length, window, positions, first_only = seen
     page = pool_k.shape[2]
     count = max(1, min(block // page, table.shape[1]))
     size = count * page
@@ -264,45 +260,61 @@ def _stream_rows(scores_of, rows, pools, seen, spread, carry, block, widens):
     if window is not None:
         first = jnp.maximum(positions.min(1) - window + 1, 0) // size
     last = jnp.maximum(-(-length // size), first)
-    num_steps, row_of_step, start_of_step, pages_of_step = _schedule(table, count, first, last)
+    num_first, num_steps, *schedule = _schedule(table, count, first, last, first_only)
+    row_of_step, start_of_step, pages_of_step = schedule
     start_of_step *= size
     left_of_step = jnp.minimum(length[row_of_step] - start_of_step, size)
     first_slots = jnp.arange(size) < jnp.arange(size + 1)[:, None]
 
-    def step(index, carry):
+    def step(nodes, index, carry):
         # Unsigned indices need no test for negative ones.
         at = lambda x: lax.dynamic_index_in_dim(x.astype(jnp.uint32), index, keepdims=False)
         row, left = at(row_of_step), at(left_of_step)
-        one = lambda x: lax.dynamic_slice_in_dim(x, row, 1)
+        start = lambda x: (row, *[jnp.uint32(0)] * (x.ndim - 1))
+        shape = lambda x: (1, x.shape[1], nodes * groups, *x.shape[3:])
+        get = lambda x: lax.dynamic_slice(x, start(x), shape(x))
+        put = lambda x, new: lax.dynamic_update_slice(x, new, start(x))
         mask = lax.dynamic_index_in_dim(first_slots, left)[None]
         if window is not None:
             slots = at(start_of_step).astype(jnp.int32) + jnp.arange(size)
-            mask &= slots > one(positions)[:, :, None] - window
+            mine = lax.dynamic_slice_in_dim(positions, row, 1)[:, :nodes]
+            mask &= slots > mine[:, :, None] - window
         mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
         ids = at(pages_of_step)[None]
         keys, values = (_pages(pool, ids, widens) for pool in (pool_k, pool_v))
-        scores = functools.partial(scores_of, one(rows))
-        joined = _join(scores, keys, values, mask, jax.tree.map(one, carry))
-        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0)
+        scores = functools.partial(scores_of, get(rows))
+        joined = _join(scores, keys, values, mask, jax.tree.map(get, carry))
         return jax.tree.map(put, carry, joined)
 
-    return lax.fori_loop(jnp.uint32(0), num_steps.astype(jnp.uint32), step, carry)
+    begin, end = jnp.uint32(0), num_steps.astype(jnp.uint32)
+    if first_only is not None:
+        middle = num_first.astype(jnp.uint32)
+        carry = lax.fori_loop(begin, middle, functools.partial(step, 1), carry)
+        begin = middle
+    every = functools.partial(step, rows.shape[2] // groups)
+    return lax.fori_loop(begin, end, every, carry)
 
 
-def _schedule(table: Array, count: int, first: Array, last: Array):
+def _schedule(table: Array, count: int, first: Array, last: Array, first_only: Array | None):
     """Return the steps of a loop over blocks ``first`` to ``last`` [B] of all rows, row by row.
 
-    A block is ``count`` pages. The result is the number of steps, and of each of the S steps that
-    there are at most the row [S], the block in the row [S] and the pages [S, count].
+    A block is ``count`` pages. The result is the number of steps of ``first_only`` rows, which come
+    first, and of all steps. Then come, of each of the S steps that there are at most, the row [S],
+    the block in the row [S] and the pages [S, count].
     """
     batch, turns = len(table), -(-table.shape[1] // count)
     table = jnp.pad(table, ((0, 0), (0, turns * count - table.shape[1])))
+    num_first, order = 0, None
+    if first_only is not None:
+        num_first = jnp.where(first_only, last - first, 0).sum()
+        order = jnp.argsort(~first_only)
+        table, first, last = table[order], first[order], last[order]
     ends = jnp.cumsum(last - first)
     index = jnp.arange(batch * turns)
     row = jnp.minimum((ends <= index[:, None]).sum(1, dtype=jnp.int32), batch - 1)
-    block = jnp.clip(index - ends[row] + last[row], 0, turns - 1)
+    block = jnp.clip(index + (last - ends)[row], 0, turns - 1)
     pages = table.reshape(batch * turns, count)[row * turns + block]
-    return ends[-1], row, block, pages
+    return num_first, ends[-1], row if order is None else order[row], block, pages
 
 
 def _pages(pool: Array, ids: Array, widens: bool) -> Array:

@@ -77,6 +77,7 @@ def test_packing_takes_every_listed_node_and_brings_it_back(listed):
     assert flat[0, :-2].tolist() == numbers[listed].tolist()
     assert np.asarray(packed.unpack(flat))[listed].tolist() == numbers[listed].tolist()
     assert packed.rows.tolist() == listed.any(1).tolist()
+    assert packed.first_only.tolist() == (~listed[:, 1:].any(1)).tolist()
     # Functions run over the smallest size that holds the list.
     assert packed.over(lambda x: x + 1, flat)[0, :count].tolist() == (flat + 1)[0, :count].tolist()
     assert (packed.over(lambda x: x + 1, flat)[0, count:] == 0).all()
@@ -174,6 +175,14 @@ def test_a_pass_that_is_too_small_for_the_rows_emits_nothing():
     sizes = [each.total for each in plan.passes(16)]
     assert sizes == [8, 20, 32, 52, 80]
     assert budget.expected(plan.passes(16), survival, 16).tolist() == [0, 18, 24, 34, 48]
+
+
+def test_rows_may_lack_a_draft_unless_a_network_drafts_and_no_budget_takes_it_back():
+    eagle = DRAFTERS["eagle"]["chain"][0]
+    budgeted = Plan(tiny.TARGET, eagle, lengths=(eagle.max_depth,)).at_length(eagle.max_depth)
+    assert not Plan(tiny.TARGET, tiny.NGRAM).drafts_always
+    assert Plan(tiny.TARGET, eagle).drafts_always
+    assert not budgeted.drafts_always
 
 
 def test_an_unknown_platform_is_refused():

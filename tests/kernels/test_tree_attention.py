@@ -112,6 +112,25 @@ def test_a_sequence_attends_to_its_pages_as_it_does_alone_to_the_bit():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_row_of_which_only_the_first_node_is_used_reads_its_pages_as_a_row_of_one_node(window):
+    case, options = random_case(4, 2, 8, 5, 5, 40, [40, 0, 7, 21, 33], window=window)
+    case["ancestors"] = trees.pack_bits(np.broadcast_to(np.tri(5, dtype=bool), (5, 5, 5)))
+    paged, table = in_pages(case, 8)
+    arrays, table = {name: jnp.array(x) for name, x in paged.items()}, jnp.array(table)
+    attend = jax.jit(functools.partial(ops.attention, scale=0.3, window=window))
+    positions = options.get("positions")
+    first_only = np.array([True, False, True, False, True])
+    every = attend(*arrays.values(), table=table, positions=positions)
+    result = attend(*arrays.values(), table=table, positions=positions, first_only=first_only)
+    np.testing.assert_array_equal(result[~first_only], every[~first_only])
+    np.testing.assert_allclose(result[:, :, 0], every[:, :, 0], rtol=2e-5, atol=2e-6)
+    # Their other nodes attend to the tree alone.
+    arrays["length"] = jnp.zeros_like(arrays["length"])
+    alone = attend(*arrays.values(), table=table, positions=positions)
+    np.testing.assert_array_equal(result[first_only][:, :, 1:], alone[first_only][:, :, 1:])
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "nodes", "parts"), [(4, 2, 96, 3), (2, 2, 128, 2)])
 def test_parts_of_the_nodes_attend_to_those_before_them(heads, kv_heads, nodes, parts, window):
