@@ -19,7 +19,7 @@ CLIENTS := langchain lm_eval aiperf guidellm
 
 FUZZ ?= 50
 
-.PHONY: demo chat serve test test-all conformance fuzz lint docs aot peers clients clean
+.PHONY: demo chat serve test test-more test-all conformance fuzz lint docs aot peers clients clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -31,8 +31,11 @@ chat: $(VENV)/.chat  ## talk with SmolLM2, a small instruct model
 serve: $(VENV)/.serve  ## OpenAI's HTTP API at port 8000, over SmolLM2 if it is installed, else the embedded model
 	@$(BIN)/jspec serve
 
-test: $(VENV)/.test  ## all tests but the slow ones
-	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
+test: $(VENV)/.test  ## the tests of the library, but the slow ones
+	@$(BIN)/pytest -q -m "not slow and not more" -n 2 --dist loadfile
+
+test-more: $(VENV)/.test  ## the rest: methods with rules, kernels, training, tools, documentation, hostile input
+	@$(BIN)/pytest -q -m "more and not slow" -n 2 --dist loadfile
 
 test-all: $(VENV)/.test  ## what a release needs: all tests, slow ones and all of conformance too, then fuzz
 	@start=$$(date +%s); $(BIN)/pytest -q -n 2 --dist loadfile && $(MAKE) --no-print-directory fuzz && \

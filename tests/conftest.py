@@ -29,9 +29,28 @@ _SETTINGS = {
     "jax_traceback_in_locations_limit": 0,
 }
 
+# `make test-more` runs these, and `make test` the others. A person waits for those.
+_MORE = (
+    "aot",
+    "benchmarks",
+    "drafters/test_heads.py",
+    "drafters/test_hydra.py",
+    "drafters/test_suffix.py",
+    "engine/test_lengths.py",
+    "engine/test_programs.py",
+    "grammar/test_followed.py",
+    "hostile",
+    "kernels",
+    "test_conformance.py",
+    "test_documentation.py",
+    "test_notebooks.py",
+    "tools",
+    "training",
+)
+
 _MAPPINGS = 40_000  # memory mappings; Linux allows a process 65,530
 _MAPS = Path("/proc/self/maps")
-_RESIDENT = 1_800 * 2**20  # bytes of a process above which a module is the last with its programs
+_RESIDENT = 2_000 * 2**20  # bytes of a process above which its programs are dropped
 _STATM = Path("/proc/self/statm")  # its second number is that of the resident pages
 
 
@@ -54,6 +73,14 @@ def programs_stay():
     program_memory.MOST_BYTES = 1 << 40
 
 
+def pytest_collection_modifyitems(config, items):
+    """Mark what ``make test-more`` runs."""
+    folders = [config.rootpath / "tests" / name for name in _MORE]
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in folders):
+            item.add_marker("more")
+
+
 def pytest_collection_finish():
     """Exclude the collected tests from garbage collection, which tracing triggers often."""
     gc.collect()
@@ -70,8 +97,7 @@ def pytest_runtest_teardown(item, nextitem):
     item.session.stash.setdefault(_COUNT, 0)
     item.session.stash[_COUNT] += 1
     due = item.session.stash[_COUNT] % 10 == 0 and _MAPS.exists()
-    is_last = nextitem is None or nextitem.path != item.path
-    if (due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS) or (is_last and _is_large()):
+    if _is_large() or (due and _MAPS.read_bytes().count(b"\n") > _MAPPINGS):
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):

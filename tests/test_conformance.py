@@ -2,8 +2,8 @@
 
 For all of them: texts equal plain decoding if they are greedy, or if drafts are deterministic or
 share the target's noise (unless the rule is lossy even then); texts do not depend on neighbours;
-and counts add up. ``make test`` runs a cover of all pairs of (method, tree, rule, temperatures),
-``make conformance`` the full product.
+and counts add up. ``make test-more`` runs a cover of all pairs of (method, tree, rule,
+temperatures), ``make conformance`` the full product.
 """
 
 import dataclasses
