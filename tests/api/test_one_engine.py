@@ -50,6 +50,14 @@ def params(index, **options):
     return jspec.SamplingParams(**(given | options))
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler of Ctrl-C: a process in the background begins without one."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.fixture(scope="module")
 def expected(llm):
     return [texts(llm.generate(prompt, params(i))[0]) for i, prompt in enumerate(PROMPTS)]
@@ -98,6 +106,7 @@ def test_two_served_at_once_share_the_batch_and_one_may_close_first(llm, expecte
     assert texts(llm.generate(PROMPTS[2], params(2))[0]) == expected[2]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_ends_alone(llm, expected, monkeypatch):
     bring, main, has_begun = jax.device_get, threading.main_thread(), threading.Event()
 
@@ -128,6 +137,7 @@ def test_an_interrupted_call_ends_alone(llm, expected, monkeypatch):
     assert llm.runtime.pool.blocks.num_used == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interruption_does_not_wait():
     steps = []
     with pytest.raises(KeyboardInterrupt), Uninterrupted():

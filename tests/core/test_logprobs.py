@@ -165,17 +165,17 @@ def check_fewer(fewer, more, count):
 @pytest.mark.parametrize(
     ("asked", "most", "counted"),
     [
-        (0, 20, 0),
-        (1, 20, 1),
-        (3, 20, 4),
-        (16, 20, 16),
-        (17, 20, 20),
+        (0, 20, 8),
+        (8, 20, 8),
+        (9, 20, 20),
         (17, 320, 32),
+        (33, 320, 128),
+        (3, 4, 4),
         (-1, 320, 320),
         (300, 1000, 320),
     ],
 )
-def test_counts_are_powers_of_two_up_to_the_limit(asked, most, counted):
+def test_counts_are_eight_times_powers_of_four_up_to_the_limit(asked, most, counted):
     prompt, params = Prompt((1, 2)), SamplingParams(prompt_logprobs=asked, detokenize=False)
     known = dict(eos=frozenset(), tokenizer=None)
     settings = requests.settings_of(prompt, params, room=9, vocab_size=320, **known)

@@ -566,7 +566,7 @@ def test_pages_of_all_caches_have_one_size_whatever_a_drafter_adds_to_its_buffer
 
 def test_a_fixed_pool_holds_no_memory_before_it_is_used():
     pool = Pool(Plan(tiny.TARGET, tiny.NONE), tiny.params(), num_pages=2, page_size=16)
-    pool.most = 100_000
+    pool.blocks.most = 100_000
     before = resident()
     pool.fix(100_000)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool.buffers))

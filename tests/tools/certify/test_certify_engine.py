@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec.cli import main
 from jspec.core.types import Params
-from jspec.engine import pages
+from jspec.engine.block_pool import BlockPool
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.engine_texts import engine_texts
@@ -34,10 +34,10 @@ def test_texts_of_a_shared_engine_are_those_alone(drafter):
 
 
 def test_pages_that_hold_another_text_are_caught(monkeypatch):
-    def of_position(text, size, *, lookahead=0, salt="", so_far=()):
-        return [bytes([page]) for page in range((len(text) - lookahead) // size)]
+    def of_position(pool, digests, text, salt):
+        digests[:] = [bytes([page]) for page in range(len(text) // pool.size)]
 
-    monkeypatch.setattr(pages, "digests_of", of_position)
+    monkeypatch.setattr(BlockPool, "add_digests", of_position)
     rows = [dataclasses.replace(row, prompt=(7 + row.stream, *range(1, 60)) * 3) for row in ROWS]
     findings, _ = engine_texts(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
     warm = findings[1]
