@@ -191,6 +191,7 @@ def test_a_pair_with_one_vocabulary_drafts_as_without_the_key(models_):
     llm_fixtures.write_tokenizer(other)
     config = {"model": str(other), "num_speculative_tokens": 3}
     plans = [
-        jspec.LLM(target, config | more).build.plan for more in ({}, {"use_heterogeneous_vocab": True})
+        jspec.LLM(target, config | more).build.plan
+        for more in ({}, {"use_heterogeneous_vocab": True})
     ]
     assert plans[0] == plans[1]
