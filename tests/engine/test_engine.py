@@ -378,7 +378,8 @@ def test_a_sequence_without_any_possible_token_ends_with_an_error_and_the_others
 def test_a_sequence_that_joins_compiles_nothing(caplog):
     plan, sequences = Plan(tiny.TARGET, tiny.NGRAM), mixed()
     engine = engine_of(plan)
-    for inputs in (sequences, sequences[::-1]):  # groups of short and of long prompts
+    # Groups of short and of long prompts, and a greedy sequence alone, which has a program.
+    for inputs in (sequences, sequences[::-1], sequences[:1]):
         engine.run(inputs)
     with jax.log_compiles():
         engine.run([*sequences[4:], *sequences[:4]])
