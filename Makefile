@@ -31,10 +31,10 @@ chat: $(VENV)/.chat  ## talk with SmolLM2, a small instruct model
 serve: $(VENV)/.serve  ## OpenAI's HTTP API at port 8000, over SmolLM2 if it is installed, else the embedded model
 	@$(BIN)/jspec serve
 
-test: $(VENV)/.test  ## the tests of the library, but the slow ones
+test: $(VENV)/.test  ## engine, rules, models, checkpoints, API, server, command line; eight minutes
 	@$(BIN)/pytest -q -m "not slow and not more" -n 2 --dist loadfile
 
-test-more: $(VENV)/.test  ## the rest: methods with rules, kernels, training, tools, documentation, hostile input
+test-more: $(VENV)/.test  ## the rest: methods, kernels, training, tools, documentation, hostile input
 	@$(BIN)/pytest -q -m "more and not slow" -n 2 --dist loadfile
 
 test-all: $(VENV)/.test  ## what a release needs: all tests, slow ones and all of conformance too, then fuzz

@@ -33,9 +33,7 @@ _SETTINGS = {
 _MORE = (
     "aot",
     "benchmarks",
-    "drafters/test_heads.py",
-    "drafters/test_hydra.py",
-    "drafters/test_suffix.py",
+    "drafters",
     "engine/test_lengths.py",
     "engine/test_programs.py",
     "grammar/test_followed.py",
@@ -43,7 +41,9 @@ _MORE = (
     "kernels",
     "test_conformance.py",
     "test_documentation.py",
+    "test_examples.py",
     "test_notebooks.py",
+    "test_reproducibility.py",
     "tools",
     "training",
 )
