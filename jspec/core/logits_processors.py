@@ -19,6 +19,7 @@ from jax import lax
 
 from jspec.core import token_fsm
 from jspec.core.branches import Branches
+from jspec.core.node_masks import NodeMasks, keep_masked
 from jspec.core.parameters import Parameter, between, column, padded
 from jspec.core.token_fsm import Automaton
 from jspec.core.types import Array
@@ -136,35 +137,10 @@ def _keep_grammar(logits: Array, automaton: Automaton, branches: Branches) -> Ar
     return jnp.where(token_fsm.allowed(automaton, state, logits.shape[-1]), logits, -jnp.inf)
 
 
-@struct.dataclass
-class NodeMasks:
-    """The tokens that grammars on the host allow after the nodes of one round's draft."""
-
-    bits: Array  # [B, N, W] uint32; bit i of word w is token 32 w + i
-    drafted: Array  # [B, N, M] int32, the nodes' branches, as in ``Branches``
-    used: Array  # [B] bool
-
-    @classmethod
-    def of_draft(cls, bits: Array, used: Array, branches: Branches) -> "NodeMasks":
-        """Return masks for the nodes of a draft, whose ``branches`` are in order."""
-        return cls(bits, branches.drafted, used)
-
-
 def masked(settings: LogitsProcessors | None, masks: NodeMasks) -> LogitsProcessors:
     """Return the settings with the masks of a round."""
     values = {} if settings is None else settings.values
     return LogitsProcessors({**values, FOLLOWED: masks})
-
-
-def _keep_masked(logits: Array, masks: NodeMasks, branches: Branches) -> Array:
-    """Apply the mask of the node with the same branch; there is one for every accepted node."""
-    most = max(masks.drafted.shape[-1], branches.drafted.shape[-1])
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1)
-    same = (pad(branches.drafted)[:, :, None] == pad(masks.drafted)[:, None]).all(-1)
-    bits = jnp.take_along_axis(masks.bits, same.argmax(-1)[..., None], 1)
-    tokens = jnp.arange(logits.shape[-1])
-    allowed = (bits[..., tokens // 32] >> (tokens % 32).astype(jnp.uint32)) & 1
-    return jnp.where((allowed == 1) | ~masks.used[:, None, None], logits, -jnp.inf)
 
 
 def _allowed(sequences: Sequence[Any], vocab_size: int, _: tuple) -> np.ndarray:
@@ -403,7 +379,7 @@ PROCESSORS: dict[str, Processor] = {
             FOLLOWED,
             lambda _: False,
             None,
-            _keep_masked,
+            keep_masked,
             lambda masks, _: masks.used.any(),
             reads_branch=True,
         ),

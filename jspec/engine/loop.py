@@ -76,17 +76,22 @@ def launch(
     weights = jnp.where(watched, 1 + len(watched), 1)
     goes_on = lambda state: (state.done * weights).sum() < len(watched)
     is_running = lambda carry: goes_on(carry[1]) & (carry[1].round < until)
-    empty = launches.empty(
+    empty = empty_launch(plan, profile, state)
+    shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
+    state = state if table is None else state.detached()
+    ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
+    return shared, state, ran
+
+
+def empty_launch(plan: Plan, profile: "Profile", state: DecodeState) -> Launch:
+    """Return the results of a launch before its first round."""
+    return launches.empty(
         state.history,
         rounds=profile.rounds,
         max_depth=plan.max_depth,
         num_nodes=plan.tree_size if profile.nodes else None,
         scoring=profile.scoring,
     )
-    shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
-    state = state if table is None else state.detached()
-    ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
-    return shared, state, ran
 
 
 Condition = Callable[[Carry], Array]

@@ -12,10 +12,11 @@ from flax import struct
 
 from jspec.core import logits_processors, trees
 from jspec.core.branches import Branches
-from jspec.core.logits_processors import NodeMasks
+from jspec.core.node_masks import NodeMasks
 from jspec.core.types import Array, Draft, Params, Request, Shared
 from jspec.engine import launches
 from jspec.engine.launches import Launch
+from jspec.engine.loop import empty_launch
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.round import DecodeState, first_half, second_half
@@ -92,13 +93,7 @@ def verify_alone(
     state, draft = state.attached(table), halfway.whole
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(used))
     masks = NodeMasks.of_draft(bits, used, Branches.of_draft(state.history, draft, tree))
-    empty = launches.empty(
-        state.history,
-        rounds=profile.rounds,
-        max_depth=plan.max_depth,
-        num_nodes=plan.tree_size if profile.nodes else None,
-        scoring=profile.scoring,
-    )
+    empty = empty_launch(plan, profile, state)
     settings = logits_processors.masked(request.sampling.processors, masks)
     request = request.replace(sampling=request.sampling.replace(processors=settings))
     shared, state, ran = second_half(

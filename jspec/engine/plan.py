@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
-import jax
-
 from jspec import verify
 from jspec.core import packing, validation
 from jspec.core.types import (
@@ -176,7 +174,7 @@ class Plan:
 
         A round runs in the first that holds its valid nodes.
         """
-        platform, most = self.platform or jax.default_backend(), self._buckets[-1]
+        platform, most = self.platform or packing.default_platform(), self._buckets[-1]
         passes = [Pass(nodes, batch * nodes, False) for nodes in self._buckets]
         sizes = packing.sizes(batch, batch * most, platform) if self.packed else ()
         if platform == "cpu":

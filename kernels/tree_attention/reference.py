@@ -88,8 +88,7 @@ def tree_attention(
       [B, H, N, D] in float32 (or the wider type of q).
     """
     batch, heads, nodes, dim = q.shape
-    kv_heads = tree_k.shape[1]
-    groups = heads // kv_heads
+    kv_heads, groups = tree_k.shape[1], heads // tree_k.shape[1]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     widens = table is not None and cache_k.dtype == jnp.uint16 and nodes <= FEW_NODES
     if widens:
@@ -98,35 +97,38 @@ def tree_attention(
     rows = (q.astype(dtype) * scale).reshape(batch, kv_heads, groups, nodes, dim)
     rows = rows.swapaxes(2, 3).reshape(batch, kv_heads, nodes * groups, dim)
 
-    def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, N*G, M]
-        return jnp.repeat(mask, groups, axis=1)[:, None]
-
-    def scores_of(rows: Array, keys: Array, mask: Array) -> Array:
-        scores = dot("bhrd,bhsd->bhrs", rows, keys)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        return jnp.where(mask, scores, MASKED)
-
+    spread = functools.partial(_spread, groups)
+    scores_of = functools.partial(_scores, soft_cap)
     mask = unpack(ancestors, tree_k.shape[2])
     carry = _in_parts(scores_of, rows, tree_k, tree_v, mask, spread, parts)
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
         scores_of_all = functools.partial(scores_of, rows)
+        pools = cache_k, cache_v, table
+        slots = block or (1 if nodes <= FEW_NODES else MANY_NODES_SLOTS)  # of pages at a time
         if table is None:
             carry = _stream_prefix(scores_of_all, cache_k, cache_v, visible, spread, carry, block)
+        elif by_row:
+            seen = length, window, positions, first_only if nodes > 1 else None
+            carry = _stream_rows(scores_of, rows, pools, seen, spread, carry, slots, widens, groups)
         else:
-            pools = cache_k, cache_v, table
-            block = block or (1 if nodes <= FEW_NODES else MANY_NODES_SLOTS)
-            if by_row:
-                seen = length, window, positions, first_only if nodes > 1 else None
-                carry = _stream_rows(
-                    scores_of, rows, pools, seen, spread, carry, block, widens, groups
-                )
-            else:
-                carry = _stream_pages(scores_of_all, pools, visible, spread, carry, block, widens)
+            carry = _stream_pages(scores_of_all, pools, visible, spread, carry, slots, widens)
     _, total, mixed = carry
     out = (mixed / total[..., None]).reshape(batch, kv_heads, nodes, groups, dim)
     return out.swapaxes(2, 3).reshape(batch, heads, nodes, dim)
+
+
+def _spread(groups: int, mask: Array) -> Array:
+    """Repeat a mask [B, N, M] for the query heads of a group: [B, 1, N*G, M]."""
+    return jnp.repeat(mask, groups, axis=1)[:, None]
+
+
+def _scores(soft_cap: float | None, rows: Array, keys: Array, mask: Array) -> Array:
+    """Return the masked scores [B, Hkv, R, S] of queries [B, Hkv, R, D] and keys [B, Hkv, S, D]."""
+    scores = dot("bhrd,bhsd->bhrs", rows, keys)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return jnp.where(mask, scores, MASKED)
 
 
 def cpu_block(slots: int) -> int:
