@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -69,12 +68,6 @@ class Packing:
         if len(self.sizes) == 1:
             return function(x)
         return lax.switch(self.size_index, list(map(first, self.sizes)), x)
-
-
-def default_platform() -> str:
-    """Return the key of ``MATMULS`` for JAX's backend; other accelerators count as a GPU."""
-    backend = jax.default_backend()
-    return backend if backend in MATMULS else "gpu"
 
 
 def packing_of(listed: Array, sizes: Sequence[int], drafts_always: bool = False) -> Packing:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
+import jax
+
 from jspec import verify
 from jspec.core import packing, validation
 from jspec.core.types import (
@@ -174,7 +176,9 @@ class Plan:
 
         A round runs in the first that holds its valid nodes.
         """
-        platform, most = self.platform or packing.default_platform(), self._buckets[-1]
+        backend, most = jax.default_backend(), self._buckets[-1]
+        # Other accelerators have the passes of a GPU.
+        platform = self.platform or (backend if backend in packing.MATMULS else "gpu")
         passes = [Pass(nodes, batch * nodes, False) for nodes in self._buckets]
         sizes = packing.sizes(batch, batch * most, platform) if self.packed else ()
         if platform == "cpu":
