@@ -52,10 +52,11 @@ class Packing:
         """Return ``x`` [1, M, ...] by nodes, [B, N, ...]; undefined where they are not listed."""
         return x[0, self.entries]
 
-    def over(self, function: Callable[[Array], Array], x: Array) -> Array:
+    def over(self, function: Callable[[Array], Array], x: Array, least: int = 1) -> Array:
         """Run ``function`` over the first entries of x [1, M, ...]: the fewest of ``sizes``.
 
         The function maps [1, m, ...] to [1, m, ...], each entry for itself. Other entries are 0.
+        Sizes below ``least`` are not used, where a larger one takes the same time.
         """
 
         def first(size: int) -> Callable[[Array], Array]:
@@ -65,9 +66,11 @@ class Packing:
 
             return run
 
-        if len(self.sizes) == 1:
+        used = [size for size in self.sizes if size >= least]
+        if len(used) <= 1:
             return function(x)
-        return lax.switch(self.size_index, list(map(first, self.sizes)), x)
+        index = jnp.maximum(self.size_index - (len(self.sizes) - len(used)), 0)
+        return lax.switch(index, list(map(first, used)), x)
 
 
 def packing_of(listed: Array, sizes: Sequence[int], drafts_always: bool = False) -> Packing:

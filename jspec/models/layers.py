@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import ops
-from jspec.core.packing import Packing
+from jspec.core.packing import MATMULS, Packing
 from jspec.core.types import Array
 
 Linear = Callable[[Array, Array], Array]
@@ -37,7 +37,10 @@ def packed_linear(packing: Packing) -> Linear:
         def run(x: Array) -> Array:
             return ops.linear(x, w, transposed=transposed)
 
-        return run(x) if math.prod(w.shape) < _LEAST_SWITCHED else packing.over(run, x)
+        if math.prod(w.shape) < _LEAST_SWITCHED:
+            return run(x)
+        is_wide = w.dtype == jnp.float32
+        return packing.over(run, x, least=1 if is_wide else MATMULS["cpu"].free_rows)
 
     return linear
 
