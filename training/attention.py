@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
-from jspec.models.attention import Attend
+from jspec.models.attend import Attend
 
 QUERY_BLOCK = 128  # queries of one block
 MASKED = -1e30  # the exponential of this score is 0; finite, so rows without keys give no NaN

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
-from jspec.models.attention import Attend
+from jspec.models.attend import Attend
 from training.attention import causal
 from training.errors import bad_option, check_each, check_least
 from training.losses.guesses import Rows

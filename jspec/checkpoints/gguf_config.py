@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jspec.checkpoints.gguf_files import GgufFile, GgufTensor
-from jspec.models import rope
+from jspec.models.blocks import rope
 from jspec.util.messages import shown
 
 _FREQUENCIES = "rope_freqs.weight"  # the only trace of Llama 3's rotary scaling

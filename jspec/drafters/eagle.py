@@ -15,7 +15,7 @@ from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
 from jspec.models import decoder
-from jspec.models.attention import attention_beside
+from jspec.models.attend import attention_beside
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed

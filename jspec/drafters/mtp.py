@@ -16,7 +16,7 @@ from jspec.core import kv_cache
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
-from jspec.models.attention import attention_beside
+from jspec.models.attend import attention_beside
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 

@@ -16,7 +16,7 @@ from jspec import ops
 from jspec.core import kv_cache
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder
-from jspec.models.attention import Attend
+from jspec.models.attend import Attend
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 
 

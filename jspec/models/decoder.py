@@ -15,21 +15,17 @@ from jspec import ops
 from jspec.core import kv_cache, shape_checks, trees, validation
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
-from jspec.models import mla, moe
-from jspec.models import rope as rope_lib
-from jspec.models.attention import Attend, attention, attention_over
-from jspec.models.layers import (
-    Linear,
-    affine,
-    gated,
-    normal,
-    packed_linear,
-    rms_norm,
-    rows_at,
-)
-from jspec.models.mla import MlaConfig, MlaParams
-from jspec.models.moe import MoeConfig, MoeParams
-from jspec.models.rope import RopeConfig
+from jspec.models.attend import Attend, attention_over
+from jspec.models.blocks import experts as moe
+from jspec.models.blocks import latent_attention as mla
+from jspec.models.blocks import rope as rope_lib
+from jspec.models.blocks.arithmetic import Linear, affine, normal, packed_linear, rows_at
+from jspec.models.blocks.attention import attention
+from jspec.models.blocks.experts import MoeConfig, MoeParams
+from jspec.models.blocks.latent_attention import MlaConfig, MlaParams
+from jspec.models.blocks.mlp import gated
+from jspec.models.blocks.norms import rms_norm
+from jspec.models.blocks.rope import RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)

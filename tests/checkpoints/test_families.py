@@ -7,8 +7,8 @@ import pytest
 
 from jspec.checkpoints import families
 from jspec.checkpoints.families.names import llama_table
+from jspec.models.blocks.rope import RopeConfig
 from jspec.models.decoder import DecoderConfig
-from jspec.models.rope import RopeConfig
 
 SIZES = {
     "vocab_size": 128,

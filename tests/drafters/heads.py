@@ -16,7 +16,7 @@ from jspec.core import trees
 from jspec.core.types import Array
 from jspec.drafters import Eagle, Medusa
 from jspec.models import decoder
-from jspec.models.attention import attention_beside
+from jspec.models.attend import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 from tests import tiny

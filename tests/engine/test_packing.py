@@ -17,8 +17,8 @@ from jspec.engine.engine import Engine
 from jspec.engine.functional import SequenceParams
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.models.mla import MlaConfig
-from jspec.models.moe import MoeConfig
+from jspec.models.blocks.experts import MoeConfig
+from jspec.models.blocks.latent_attention import MlaConfig
 from tests import fakes, tiny
 from tests.test_conformance import DRAFTERS
 

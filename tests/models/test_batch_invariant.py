@@ -13,9 +13,9 @@ import jspec
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
 from jspec.models.batch_invariant import BatchInvariantDecoder
+from jspec.models.blocks.experts import MoeConfig
+from jspec.models.blocks.latent_attention import MlaConfig
 from jspec.models.decoder import Decoder, DecoderConfig
-from jspec.models.mla import MlaConfig
-from jspec.models.moe import MoeConfig
 from tests import fakes, tiny
 
 LENGTH = 90  # more than a block of slots and several tiles of queries

@@ -9,9 +9,9 @@ import pytest
 
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
+from jspec.models.blocks.experts import MoeConfig
+from jspec.models.blocks.latent_attention import MlaConfig
 from jspec.models.decoder import DecoderConfig
-from jspec.models.mla import MlaConfig
-from jspec.models.moe import MoeConfig
 
 SIZES = dict(
     vocab_size=40,

@@ -9,7 +9,9 @@ import pytest
 
 from jspec.checkpoints import checkpoint
 from jspec.core import kv_cache, static_trees, trees
-from jspec.models import decoder, layers, moe
+from jspec.models import decoder
+from jspec.models.blocks import arithmetic
+from jspec.models.blocks import experts as moe
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -180,7 +182,7 @@ def test_products_of_bfloat16_weights_accumulate_in_float32():
     """The CPU backend lacks such products with a batch axis, here the heads."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
     weights = jax.random.normal(jax.random.key(1), (4, 8, 16)).astype(jnp.bfloat16)
-    actual = jax.jit(lambda x, w: layers.product("bthn,hnr->bthr", x, w))(x, weights)
+    actual = jax.jit(lambda x, w: arithmetic.product("bthn,hnr->bthr", x, w))(x, weights)
     rounded = np.asarray(x.astype(jnp.bfloat16), np.float64)
     expected = np.einsum("bthn,hnr->bthr", rounded, np.asarray(weights, np.float64))
     assert actual.dtype == jnp.float32

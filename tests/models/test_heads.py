@@ -10,7 +10,7 @@ import pytest
 from jspec.checkpoints.heads import head_files
 from jspec.core import kv_cache
 from jspec.models import decoder
-from jspec.models.attention import attention_beside
+from jspec.models.attend import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 

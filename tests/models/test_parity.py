@@ -11,7 +11,7 @@ from jax import lax
 from jspec.checkpoints import checkpoint, families
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
-from jspec.models import rope as rope_lib
+from jspec.models.blocks import rope as rope_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

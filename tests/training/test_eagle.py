@@ -11,7 +11,7 @@ import pytest
 
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
-from jspec.models.attention import attention_beside
+from jspec.models.attend import attention_beside
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints.heads import head_files
+from jspec.models.blocks.experts import MoeConfig
+from jspec.models.blocks.latent_attention import MlaConfig
 from jspec.models.heads import eagle
-from jspec.models.mla import MlaConfig
-from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads, mtps
 from tests.training import texts

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from jspec.models.blocks.experts import MoeConfig
 from jspec.models.heads import hydra
-from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads, hydras, speculators
 from tests.drafters.test_hydra import reference_of as hydra_in_torch

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
-from jspec.models.layers import Linear
+from jspec.models.blocks.arithmetic import Linear
 from training.task import Metrics
 
 Score = Callable[[Any, Any, Any], Metrics]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
-from jspec.models.layers import Linear, affine
+from jspec.models.blocks.arithmetic import Linear, affine
 from training.forward import head_of
 from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
 from training.losses.distances import LOSSES, GuessLoss, overlap_of

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 
 from jspec.core.types import Array
+from jspec.models.blocks.norms import rms_norm
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from jspec.models.layers import rms_norm
 from training.batches import Batch
 from training.data.features import TaughtBatch
 from training.errors import bad_option, check_choice, check_least

@@ -2,8 +2,8 @@
 
 from jspec.checkpoints.families import experts, scaling
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag, whole
+from jspec.models.blocks.latent_attention import MlaConfig
 from jspec.models.decoder import DecoderConfig
-from jspec.models.mla import MlaConfig
 
 
 def _special(raw: dict) -> dict:

@@ -2,8 +2,8 @@
 
 from jspec.checkpoints.families.common import flag, whole
 from jspec.checkpoints.families.scaling import positive
+from jspec.models.blocks.experts import MoeConfig
 from jspec.models.decoder import DecoderConfig
-from jspec.models.moe import MoeConfig
 
 # Keys that would change the computation, and the values that ``read`` assumes.
 NEUTRAL = {

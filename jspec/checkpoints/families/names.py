@@ -16,9 +16,9 @@ import numpy as np
 
 from jspec import ops
 from jspec.core.types import Array
+from jspec.models.blocks.experts import MoeParams
+from jspec.models.blocks.latent_attention import MlaParams
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
-from jspec.models.mla import MlaParams
-from jspec.models.moe import MoeParams
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # files of tied models may repeat the embedding under this name

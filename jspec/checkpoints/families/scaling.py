@@ -6,7 +6,7 @@ There are two spellings: ``rope_theta`` and ``rope_scaling`` beside the sizes (t
 
 import math
 
-from jspec.models.rope import KINDS, RopeConfig
+from jspec.models.blocks.rope import KINDS, RopeConfig
 from jspec.util.messages import shown
 from jspec.util.values import INT32, is_real
 

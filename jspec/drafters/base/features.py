@@ -9,7 +9,7 @@ from flax import struct
 from jspec.core.history import root_token
 from jspec.core.types import Array
 from jspec.drafters.base.tree_drafter import TreeDrafter, last_of, rows
-from jspec.models.layers import rows_at
+from jspec.models.blocks.arithmetic import rows_at
 
 
 @struct.dataclass

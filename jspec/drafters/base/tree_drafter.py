@@ -13,7 +13,7 @@ from jspec.core.types import Array, Draft, Drafter, History, Params, Request, Ta
 from jspec.drafters.trees import expand, tree_settings
 from jspec.drafters.trees.drawing import Drawing, Feed, chain
 from jspec.drafters.trees.tree_settings import BestFirst, DraftTree, Dynamic
-from jspec.models.layers import rows_at
+from jspec.models.blocks.arithmetic import rows_at
 
 
 @dataclasses.dataclass(frozen=True)

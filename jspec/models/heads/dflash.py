@@ -31,12 +31,12 @@ from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models import rope as rope_lib
+from jspec.models.blocks import rope as rope_lib
+from jspec.models.blocks.arithmetic import normal
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads import dspark, network
 from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.models.heads.network import SharingSizes, embed
-from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)

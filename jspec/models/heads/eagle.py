@@ -34,11 +34,11 @@ from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models import rope as rope_lib
+from jspec.models.blocks import rope as rope_lib
+from jspec.models.blocks.arithmetic import normal, rows_at
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads import network
 from jspec.models.heads.network import SharingSizes
-from jspec.models.layers import normal, rows_at
 
 
 @dataclasses.dataclass(frozen=True)

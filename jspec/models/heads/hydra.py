@@ -22,11 +22,11 @@ from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array
 from jspec.models import decoder
+from jspec.models.blocks.arithmetic import normal
 from jspec.models.decoder import DecoderConfig, LayerParams, Linear
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
 from jspec.models.heads.network import check_sizes
-from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)

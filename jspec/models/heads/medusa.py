@@ -17,9 +17,9 @@ from flax import struct
 from jspec import ops
 from jspec.core.types import Array, Target
 from jspec.models import decoder
+from jspec.models.blocks.arithmetic import normal
 from jspec.models.decoder import Linear
 from jspec.models.heads.network import check_sizes
-from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)

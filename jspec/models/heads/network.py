@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jspec import ops
 from jspec.core.types import Array, Target
+from jspec.models.blocks.arithmetic import normal
 from jspec.models.decoder import DecoderConfig
-from jspec.models.layers import normal
 
 
 class NetworkSizes:

@@ -20,16 +20,6 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 
     return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Return the RMS norm of x over the last axis, computed in float32 (or wider).
-
-    The result is rounded to the dtype of x before it is multiplied by ``weight``.
-    """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight.astype(x.dtype)
-
-
 def packed_linear(packing: Packing) -> Linear:
     """Return ``ops.linear`` over the first entries of x [1, M, D], as few as hold the list."""
 
@@ -56,12 +46,6 @@ def rows_at(x: Array, index: Array | None) -> Array:
     if index is None:
         return x
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
-
-
-def gated(x: Array, gate_up: Array, down: Array, linear: Linear) -> Array:
-    """Return the gated MLP without biases of x [..., D]: ``gate_up`` [D, 2F], ``down`` [F, D]."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
 
 
 def product(equation: str, x: Array, weights: Array) -> Array:

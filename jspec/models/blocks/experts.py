@@ -24,7 +24,7 @@ from jax import lax
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models.layers import normal
+from jspec.models.blocks.arithmetic import normal
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
 

@@ -1,4 +1,4 @@
-"""Standard attention, and the ``attend`` functions over a committed prefix and new nodes."""
+"""``attend``: attention of new nodes to a committed prefix and to each other."""
 
 from collections.abc import Callable
 
@@ -9,35 +9,13 @@ from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
-from jspec.models import rope as rope_lib
-from jspec.models.layers import affine, rows_at
+from jspec.models.blocks.arithmetic import rows_at
 
 # attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, M, head_dim]
 #
 # M is T, or less if only some rows of a layer are computed. Scores are divided by sqrt(head_dim).
 # A layer whose cache has one buffer passes it as k and v.
 Attend = Callable[[int, Array, Array, Array], Array]
-
-
-def attention(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
-    """Return the attention output [B, T, D] of a block for its normed input x.
-
-    x is [B, T, rows of ``layer.qkv``], which is wider than D in some drafters.
-
-    ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
-    """
-    batch, length, _ = x.shape
-    fused = affine(x, layer.qkv, layer.qkv_bias, linear)
-    heads = fused.reshape(batch, length, -1, config.head_dim)
-    queries = config.qkv_sizes[0] // config.head_dim
-    q, k, v = jnp.split(heads, [queries, queries + config.num_kv_heads], axis=2)
-    if config.qk_norm:
-        q, k = config.norm(q, layer.q_norm), config.norm(k, layer.k_norm)
-    q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
-    q = rows_at(q, rows)
-    mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
-    mixed = mixed.swapaxes(1, 2).reshape(batch, q.shape[1], -1)
-    return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 
 def attention_over(

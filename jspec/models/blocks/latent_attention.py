@@ -24,8 +24,9 @@ from flax import struct
 
 from jspec.core.packing import Packing
 from jspec.core.types import Array
-from jspec.models import rope as rope_lib
-from jspec.models.layers import normal, product, rms_norm, rows_at
+from jspec.models.blocks import rope as rope_lib
+from jspec.models.blocks.arithmetic import normal, product, rows_at
+from jspec.models.blocks.norms import rms_norm
 
 _NORM_EPS = 1e-6  # of the latents' norms; config.json's value is for the others
 
