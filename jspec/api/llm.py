@@ -1,6 +1,7 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from jspec.api import config, engine_arguments, metrics, prompts
+from jspec.api import config, engine_args, metrics, prompts
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
@@ -22,15 +23,12 @@ from jspec.engine import memory, programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
 from jspec.engine.profile import Profile
+from jspec.util import neutral
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 STREAM_ROUNDS = 4  # between two outputs of a stream
 STOP_ROUNDS = 16  # between two searches for stop strings: more overruns, fewer round trips
-_STATS = (None, "summary", "detailed")
-_STATS_WORDS = "None, 'summary' or 'detailed'"
-_COUNT = "a whole number of at least 1"
-_SEED = "a whole number from 0 to 2**64 - 1; for other texts draw one by secrets.randbits(64)"
 
 
 class LLM:
@@ -72,74 +70,54 @@ class LLM:
         a checkpoint cannot be read. Settings are checked before weights are loaded.
     """
 
+    @engine_args.in_signature
     def __init__(
         self,
         model: str | os.PathLike | LoadedModel,
         speculative_config: Mapping[str, Any] | str | None = None,
-        *,
-        dtype: str | None = None,
-        max_model_len: int | None = None,
-        seed: int = 0,
-        max_num_seqs: int | None = None,
-        per_request_stats: str | None = None,
-        tokenizer: Any = None,
-        logprobs_mode: str = "raw_logprobs",
-        max_logprobs: int = 20,
-        deterministic: bool = False,
-        enable_prefix_caching: bool | None = None,
-        block_size: int | None = None,
-        num_gpu_blocks_override: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
         **unknown: Any,
     ):
-        engine_arguments.check("LLM", unknown, LLM)
-        max_num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
-        speculative = config.read(speculative_config)
-        logprobs.check_mode(logprobs_mode)
-        for name, value, holds, words in (
-            ("per_request_stats", per_request_stats, per_request_stats in _STATS, _STATS_WORDS),
-            ("max_logprobs", max_logprobs, is_whole(max_logprobs, -1), "whole, or -1 for no limit"),
-            ("seed", seed, is_whole(seed, 0, 2**64 - 1), _SEED),
-            ("max_num_seqs", max_num_seqs, is_whole(max_num_seqs, 1), _COUNT),
-            ("deterministic", deterministic, isinstance(deterministic, bool), "True or False"),
-            ("enable_prefix_caching", enable_prefix_caching, *_bool_or_none(enable_prefix_caching)),
-        ):
-            if not holds:
-                raise ValueError(f"{name}={shown(value)} must be {words}.")
-        memory_settings = dict(
-            block_size=block_size,
-            num_gpu_blocks_override=num_gpu_blocks_override,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-        )
-        memory.check(memory_settings)
+        args = engine_args.of("LLM", {**unknown, "speculative_config": speculative_config})
+        speculative = config.read(args.speculative_config)
+        logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
-        options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
-        self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
-        self.detailed = per_request_stats == "detailed"
-        self.max_num_seqs, self.max_model_len = max_num_seqs, build.max_model_len
-        vocab_size = build.plan.target.vocab_size
-        scores = dict(
-            mode=logprobs_mode, max_logprobs=vocab_size if max_logprobs == -1 else max_logprobs
+        self.build = build = build_plan(
+            model,
+            speculative,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            tokenizer=args.tokenizer,
+            deterministic=args.deterministic,
         )
+        self.detailed = args.per_request_stats == "detailed"
+        self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
+        self.max_model_len = build.max_model_len
+        vocab_size = build.plan.target.vocab_size
+        max_logprobs = vocab_size if args.max_logprobs == -1 else args.max_logprobs
         pool = memory.pool_if_any(
             build.plan,
             build.params,
-            memory_settings,
-            shares_prefixes=enable_prefix_caching,
-            num_tokens=max_num_seqs * self.max_model_len,
+            {name: getattr(args, name) for name in memory.SETTINGS},
+            shares_prefixes=args.enable_prefix_caching,
+            num_tokens=self.max_num_seqs * self.max_model_len,
         )
         self.runtime = Runtime(
             build.plan,
             build.params,
-            num_slots=max_num_seqs,
+            num_slots=self.max_num_seqs,
             capacity=self.max_model_len,
             pool=pool,
             profile=Profile(nodes=self.detailed),
-            **scores,
+            mode=args.logprobs_mode,
+            max_logprobs=max_logprobs,
         )
-        self.resolver = Resolver(build, seed=int(seed), pool=pool, **scores)
+        self.resolver = Resolver(
+            build,
+            seed=int(args.seed),
+            pool=pool,
+            mode=args.logprobs_mode,
+            max_logprobs=max_logprobs,
+        )
         self.encode_text = self.resolver.encode_text
 
     def generate(
@@ -162,7 +140,9 @@ class LLM:
           ValueError: a prompt is empty, does not fit the model, or needs a missing tokenizer.
             Nothing has run then.
         """
-        engine_arguments.check_call("generate", unknown, LLM.generate)
+        neutral.check(
+            "generate", unknown, neutral.CALLS, inspect.signature(LLM.generate).parameters
+        )
         batch = self.resolver.resolve(prompts, sampling_params)
         rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
         for _ in self._run(batch, rounds, use_tqdm):
@@ -188,7 +168,7 @@ class LLM:
         ``sampling_params``, ``use_tqdm`` and ``unknown`` are those of ``generate``, the others of
         ``chat_prompts``.
         """
-        engine_arguments.check_call("chat", unknown, LLM.chat)
+        neutral.check("chat", unknown, neutral.CALLS, inspect.signature(LLM.chat).parameters)
         rendered = self.chat_prompts(
             messages,
             chat_template=chat_template,
@@ -253,7 +233,7 @@ class LLM:
         ``rounds`` of the loop run between two outputs. Bad input raises at once.
         """
         if not is_whole(rounds, 1):
-            raise ValueError(f"rounds={shown(rounds)} must be {_COUNT}.")
+            raise ValueError(f"rounds={shown(rounds)} must be a whole number of at least 1.")
         batch = self.resolver.resolve(prompts, sampling_params)
         for request in batch:
             request.check_streams()
@@ -330,10 +310,6 @@ class LLM:
                     yield grown
         finally:
             self.runtime.leave(batch)
-
-
-def _bool_or_none(value: Any) -> tuple[bool, str]:
-    return value is None or isinstance(value, bool), "True, False or None"
 
 
 @contextlib.contextmanager

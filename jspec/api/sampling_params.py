@@ -7,33 +7,10 @@ from typing import Any
 
 from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
-from jspec.grammar import automata, outputs
-from jspec.util import limits
-from jspec.util.messages import did_you_mean, shown
+from jspec.grammar import outputs
+from jspec.util import limits, neutral
+from jspec.util.messages import shown
 from jspec.util.values import are_whole, encodes, is_function, is_whole, listed, plain
-
-# vLLM's parameters that jspec lacks, with their defaults. Only the defaults are accepted.
-NOT_YET: dict[str, Any] = {
-    "early_stopping": False,
-    "extra_args": None,
-    "flat_logprobs": False,
-    "guided_decoding": None,
-    "length_penalty": 1.0,
-    "logprob_token_ids": None,
-    "output_kind": None,
-    "prompt_logprob_start": None,
-    "prompt_logprob_token_ids": None,
-    "repetition_detection": None,
-    "routed_experts_prompt_start": 0,
-    "skip_clone": False,
-    "skip_reading_prefix_cache": None,
-    "spaces_between_special_tokens": True,
-    "stream_interval": None,
-    "thinking_token_budget": None,
-    "trace_decode_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "use_beam_search": False,
-}
 
 _MOST_TEXTS = limits.TEXTS.most
 _OVER_HTTP_NONE = ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -71,7 +48,7 @@ class SamplingParams:
 
     Raises:
       ValueError: a value is out of range, a name is unknown, or a parameter of vLLM's that jspec
-        lacks (see ``NOT_YET``) is not at its default.
+        lacks has an effect (see ``jspec.util.neutral``).
     """
 
     n: int = 1  # texts to generate, each with its own noise
@@ -109,7 +86,8 @@ class SamplingParams:
 
     def __init__(self, **given: Any):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        _refuse({name: value for name, value in given.items() if name not in defaults})
+        unknown = {name: value for name, value in given.items() if name not in defaults}
+        neutral.check("SamplingParams", unknown, neutral.SAMPLING, known=defaults)
         values = defaults | {
             name: plain(value) for name, value in given.items() if name in defaults
         }
@@ -185,23 +163,6 @@ class SamplingParams:
         limits.STOP_TOKENS.check(len(self.stop_token_ids))
         limits.BAD_WORDS.check(len(self.bad_words))
         limits.BAD_WORD_CHARACTERS.check(max(map(len, self.bad_words), default=0))
-
-
-def _refuse(given: dict[str, Any]) -> None:
-    """Raise on unknown names, and on unsupported parameters that are not at their default."""
-    for name, value in given.items():
-        if name not in NOT_YET:
-            known = [field.name for field in dataclasses.fields(SamplingParams)]
-            kind = name.removeprefix("guided_")
-            guess = did_you_mean(name, known)
-            if kind in automata.KINDS:
-                guess = f'; give structured_outputs={{"{kind}": ...}}'
-            raise ValueError(f"SamplingParams has no {shown(name)}{guess}")
-        is_default = value is None or value == NOT_YET[name] or value in ([], {}, ())
-        if not is_default:
-            raise ValueError(
-                f"{name}={_shown(value)} is not supported yet; leave it at {NOT_YET[name]!r}."
-            )
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

@@ -11,7 +11,8 @@ from jspec.cli.options import option, sampling
 from jspec.cli.stages import Stages
 from jspec.util import values
 
-_of_model = functools.partial(option, rich_help_panel="Model")
+_PANEL = {"rich_help_panel": "Model"}
+_of_model = functools.partial(option, **_PANEL)
 
 
 def certify(
@@ -22,15 +23,17 @@ def certify(
     vocab_size: option(int | None, "Vocabulary of the compiled rounds. Default: 16.") = None,
     tree: option(str | None, 'Parents of the enumerated drafts: "-1,0,0,1".') = None,
     model: _of_model(str | None, "Certify a model: a local directory or an id on the hub.") = None,
-    speculative_config: _of_model(str | None, options.CONFIG_HELP) = None,
+    speculative_config: options.engine_option("speculative_config", **_PANEL) = None,
     prompt: _of_model(list[str] | None, "May be repeated. Default: a few built-in prompts.") = None,
     prompt_file: _of_model(
         list[str] | None, "File with one prompt; - for standard input; may be repeated."
     ) = None,
     max_tokens: _of_model(int | None, "Most tokens of a text. Default: 64.") = None,
-    dtype: _of_model(str | None, options.DTYPE_HELP) = None,
+    dtype: options.engine_option("dtype", kind=str | None, **_PANEL) = None,
     num_drafts: _of_model(int | None, "Drafts whose tokens are counted. Default: 4096.") = None,
-    deterministic: _of_model(bool, "As for jspec generate.", "--deterministic") = False,
+    deterministic: options.engine_option(
+        "deterministic", help="As for jspec generate.", **_PANEL
+    ) = False,
     engine: _of_model(
         bool, "Compare texts in a shared engine with those alone.", "--engine"
     ) = False,

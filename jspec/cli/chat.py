@@ -27,6 +27,7 @@ Ctrl-C stops an answer. Everything else is a message."""
 _GREETING = "Type a message, or /help."
 
 
+@options.grouped
 def chat(
     model: Annotated[
         str | None,
@@ -38,8 +39,10 @@ def chat(
     model_flag: options.Model = None,
     speculative_config: options.Config = None,
     system: option(str | None, "The system's message. Default: the template's.") = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: option(int | None, "Longest conversation, in tokens.") = None,
+    *,
+    engine: options.engine(
+        *("dtype", "max_model_len"), helps={"max_model_len": "Longest conversation, in tokens."}
+    ),
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -66,9 +69,8 @@ def chat(
         seed=seed,
     )
     with options.busy("loading"):
-        llm = LLM(
-            model, config, dtype=dtype, max_model_len=max_model_len, per_request_stats="detailed"
-        )
+        args = dataclasses.replace(engine, speculative_config=config, per_request_stats="detailed")
+        llm = LLM(model, **vars(args))
     if not llm.get_tokenizer().chat_template:
         raise ValueError(
             f"{model} has no chat template; continue texts with `jspec generate`, or take an "

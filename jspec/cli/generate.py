@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
     from jspec.api.sampling_params import SamplingParams
 
 
+@options.grouped
 def generate(
     model: Annotated[
         str | None, typer.Argument(help="A local directory, a GGUF file, or a model id on the hub.")
@@ -27,12 +28,14 @@ def generate(
     prompt_file: options.PromptFile = None,
     token_ids: options.TokenIds = None,
     chat: options.Chat = False,
-    speculative_config: options.Config = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: option(int | None, "Longest sequence, prompt included.") = None,
-    deterministic: option(
-        bool, "Equal logits for every batch and draft; slower.", "--deterministic"
-    ) = False,
+    *,
+    engine: options.engine(
+        *("speculative_config", "dtype", "max_model_len", "deterministic"),
+        helps={
+            "max_model_len": "Longest sequence, prompt included.",
+            "deterministic": "Equal logits for every batch and draft; slower.",
+        },
+    ),
     stream: option(bool, "Print the text while it is generated.", "--stream") = False,
     stats: option(bool, "Color drafted tokens; print statistics.", "--stats") = False,
     max_tokens: options.MaxTokens = 128,
@@ -56,7 +59,6 @@ def generate(
     if model is None:
         raise typer.BadParameter("the model is missing; give MODEL or --model.")
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
-    config = options.speculative_config(speculative_config)
     if stream and n > 1:
         raise ValueError(f"--stream prints one text, but -n is {n}; leave one of them out.")
     from jspec.api.llm import LLM
@@ -80,18 +82,13 @@ def generate(
         logit_bias=arguments.json("--logit-bias", logit_bias, '{"5": -1.5}'),
     )
     with options.busy("loading"):
-        llm = LLM(
-            model,
-            config,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            per_request_stats="detailed" if stats else None,
-            deterministic=deterministic,
-        )
+        args = dataclasses.replace(engine, per_request_stats="detailed" if stats else None)
+        llm = LLM(model, **vars(args))
     given, params = _request(llm, given, params, token_ids, chat)
     _answer(llm, given, params, stream=stream, stats=stats)
 
 
+@options.grouped
 def trace(
     model: Annotated[
         str | None,
@@ -105,8 +102,8 @@ def trace(
     prompt_file: options.PromptFile = None,
     token_ids: options.TokenIds = None,
     chat: options.Chat = False,
-    speculative_config: options.Config = None,
-    dtype: options.Dtype = "auto",
+    *,
+    engine: options.engine("speculative_config", "dtype"),
     html: option(Path | None, "Write a page for a browser, and print only its path.") = None,
     max_tokens: options.MaxTokens = 64,
     temperature: options.Temperature = 0.0,
@@ -117,7 +114,6 @@ def trace(
 ) -> None:
     """Continue a prompt and show the draft, its probabilities and the end of every round."""
     model, prompt = options.model_and_prompt(model, prompt, model_flag)
-    config = options.speculative_config(speculative_config)
     values.check_output("--html", html)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
@@ -127,7 +123,8 @@ def trace(
 
     if model is None:
         model = demo.ASSETS / "target"
-        config = demo.EAGLE3 if speculative_config is None else config
+        if engine.speculative_config is None:
+            engine = dataclasses.replace(engine, speculative_config=demo.EAGLE3)
         if (prompt, prompt_file, token_ids) == (None, None, None):
             prompt_file = str(demo.PROMPT)
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
@@ -140,7 +137,7 @@ def trace(
         seed=seed,
     )
     with options.busy("loading"):
-        llm = LLM(model, config, dtype=dtype)
+        llm = LLM(model, **vars(engine))
     given, params = _request(llm, given, params, token_ids, chat)
     with options.busy("compiling and generating"):
         traced = tracing.trace(llm, given, params)

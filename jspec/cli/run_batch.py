@@ -9,11 +9,17 @@ from rich.progress import Progress
 
 from jspec.cli import options, server_options
 from jspec.cli.options import option
+from jspec.cli.server_options import Answers
 from jspec.cli.stages import Stages
 
+_AS_OF_SERVE = dict.fromkeys(
+    ("generation_config", "chat_template_content_format", "tool_call_parser", "reasoning_parser"),
+    "As of serve.",
+)
 _BETWEEN_LINES = 100  # answers between two lines where there is no terminal
 
 
+@options.grouped
 def run_batch(
     model: Annotated[
         str | None,
@@ -29,46 +35,29 @@ def run_batch(
         Path, "File for the answers; it must not exist.", "-o", "--output-file"
     ) = ...,
     served_model_name: option(list[str] | None, "The model's name in requests.") = None,
-    speculative_config: options.Config = None,
-    dtype: options.Dtype = "auto",
-    seed: option(int, "Seed of requests without one.") = 0,
-    max_model_len: option(int | None, "Longest text, prompt included.") = None,
-    max_num_seqs: option(int, "Sequences that run together.", min=1) = 32,
-    chat_template: option(str | None, "Jinja, or a file with it. Default: the model's.") = None,
-    default_chat_template_kwargs: option(str | None, server_options.VARIABLES_HELP) = None,
-    generation_config: option(str, "As of serve.") = "auto",
-    override_generation_config: option(str | None, server_options.OVERRIDE_HELP) = None,
-    chat_template_content_format: option(str, "As of serve.") = "auto",
-    tool_call_parser: option(str | None, "As of serve.") = None,
-    reasoning_parser: option(str | None, "As of serve.") = None,
+    *,
+    engine: options.engine("speculative_config", "dtype", "seed", "max_model_len", "max_num_seqs"),
+    answers: options.group(
+        Answers,
+        *("chat_template", "default_chat_template_kwargs", "generation_config"),
+        *("override_generation_config", "chat_template_content_format"),
+        *("tool_call_parser", "reasoning_parser"),
+        helps=_AS_OF_SERVE,
+    ),
 ) -> None:
     """Answer the requests of a batch file; a run that was killed goes on where it was."""
     model = options.model_of(model, model_flag)
     with server_options.named_extra():
         from jspec.server import batch, run
-    server_options.check_forms(tool_call_parser, reasoning_parser, chat_template_content_format)
-    chat_template = server_options.template_of(chat_template)
+    given = answers.settings()
     lines = batch.read(input_file)
     output = batch.Output(output_file, lines)
-    config = options.speculative_config(speculative_config)
-    override = server_options.override(override_generation_config)
-    variables = server_options.template_variables(default_chat_template_kwargs)
-    sizes = dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     console = Console(stderr=True)
     with Stages(console) as stage:
         stage.begin("loading")
-        llm, name = server_options.loaded(model, config, dtype=dtype, seed=seed, **sizes)
-        settings = server_options.settings_of(
-            llm,
-            model_names=tuple(served_model_name or [name]),
-            defaults=generation_config,
-            override=override,
-            template_variables=variables,
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            tool_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-        )
+        llm, name = server_options.loaded(model, engine)
+        names = tuple(served_model_name or [name])
+        settings = server_options.settings_of(llm, model_names=names, **given)
     done = len(output.done)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("answering", total=len(lines), completed=done)

@@ -1,35 +1,141 @@
 """The model and the settings of the API, for the commands that serve."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jspec.api.engine_args import EngineArgs
 from jspec.cli import arguments
+from jspec.util import limits
+from jspec.util.arguments import argument
 from jspec.util.messages import shown
 
+_STATS = ("none", "summary")
 
-def loaded(model: str | None, config: Any, **given: Any) -> tuple[Any, str]:
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The address of a server, its names, and the keys of its clients."""
+
+    host: str = argument("127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
+    port: int = argument(8000, help="0 for any free one.", min=0, max=65535)
+    uds: str | None = argument(None, help="Path of a Unix socket, instead of --host and --port.")
+    served_model_name: list[str] | None = argument(
+        None, help="The model's name for clients; several may be given."
+    )
+    api_key: list[str] | None = argument(
+        None,
+        help="Key that clients must send; several may be given.",
+        envvar="JSPEC_API_KEY",  # other users of the machine see flags
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The forms of prompts and answers, and the limits of requests."""
+
+    max_num_queued_reqs: int | None = argument(
+        None,
+        help="Most sequences that wait; more get status 429. Default: no limit.",
+        min=1,
+    )
+    chat_template: str | None = argument(
+        None, help="Jinja, or a file with it. Default: the model's."
+    )
+    default_chat_template_kwargs: str | None = argument(
+        None, help="JSON object: variables of the chat template that requests do not set."
+    )
+    trust_request_chat_template: bool = argument(
+        False,
+        help="Take chat templates from requests.",
+        names=["--trust-request-chat-template"],
+    )
+    generation_config: str = argument(
+        "auto",
+        help="auto: defaults of requests are the model's; vllm: those of the API; or a directory.",
+    )
+    chat_template_content_format: str = argument(
+        "auto",
+        help="string, openai (parts) or auto: the one that the chat template reads.",
+    )
+    override_generation_config: str | None = argument(
+        None,
+        help="JSON object: defaults of requests before those of --generation-config, and "
+        "max_new_tokens, which cuts all texts.",
+    )
+    enable_force_include_usage: bool = argument(
+        False,
+        help="Send the usage in every event of a stream.",
+        names=["--enable-force-include-usage"],
+    )
+    tool_call_parser: str | None = argument(
+        None,
+        help="deepseek_v3, hermes, llama3_json, mistral, pythonic or qwen3_coder. Default: the one "
+        "that the chat template shows.",
+    )
+    reasoning_parser: str | None = argument(
+        None, help="deepseek_r1 or qwen3: answers have their reasoning apart."
+    )
+    per_request_spec_decode_stats: str = argument(
+        "none", help="none or summary: counts of drafts in every choice."
+    )
+    request_timeout: float | None = argument(
+        None, help="Longest seconds of a request; more get 504."
+    )
+    max_body_bytes: int = argument(
+        limits.BODY_BYTES.most, help="Largest body; a larger one gets 413.", min=1
+    )
+    max_texts_per_request: int = argument(
+        limits.TEXTS_OF_BODY.most, help="Most texts of a request: its prompts times n.", min=1
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Return arguments of ``settings_of``, before the model is loaded.
+
+        Raises:
+          ValueError: a value is out of range.
+        """
+        from jspec.api.content import FORMATS
+        from jspec.server import readers
+
+        stats, content = self.per_request_spec_decode_stats, self.chat_template_content_format
+        check_choice("--per-request-spec-decode-stats", stats, _STATS)
+        check_choice("--tool-call-parser", self.tool_call_parser, readers.CALLS)
+        check_choice("--reasoning-parser", self.reasoning_parser, readers.REASONING)
+        check_choice("--chat-template-content-format", content, FORMATS)
+        return dict(
+            chat_template=template_of(self.chat_template),
+            defaults=self.generation_config,
+            override=_override(self.override_generation_config),
+            template_variables=_template_variables(self.default_chat_template_kwargs),
+            trusts_chat_templates=self.trust_request_chat_template,
+            chat_template_content_format=content,
+            tool_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+            max_texts=self.max_texts_per_request,
+            request_seconds=self.request_timeout,
+            shows_stats=stats == "summary",
+            forces_usage=self.enable_force_include_usage,
+        )
+
+
+def loaded(model: str | None, args: EngineArgs) -> tuple[Any, str]:
     """Return the ``LLM`` that the flags describe, and the model's name for clients."""
     from jspec.api.llm import LLM
     from jspec.checkpoints import installed
 
     if model is None:
         model, default = installed.served_model()
-        config = default if config is None else config
-    llm = LLM(model, config, **given)
+        if args.speculative_config is None:
+            args = dataclasses.replace(args, speculative_config=default)
+    llm = LLM(model, **vars(args))
     is_local = Path(model).exists()  # its path is nobody's business
     return llm, Path(model).resolve().name.removesuffix(".gguf") if is_local else str(model)
 
 
-OVERRIDE_HELP = (
-    "JSON object: defaults of requests before those of --generation-config, and max_new_tokens, "
-    "which cuts all texts."
-)
-VARIABLES_HELP = "JSON object: variables of the chat template that requests do not set."
-
-
-def override(text: str | None) -> dict[str, Any]:
+def _override(text: str | None) -> dict[str, Any]:
     """Return the value of --override-generation-config."""
     given = arguments.mapping("--override-generation-config", text, '{"temperature": 0.5}')
     with named_extra():
@@ -37,7 +143,7 @@ def override(text: str | None) -> dict[str, Any]:
     return of_model.overriding(given)
 
 
-def template_variables(text: str | None) -> dict[str, Any]:
+def _template_variables(text: str | None) -> dict[str, Any]:
     """Return the value of --default-chat-template-kwargs."""
     from jspec.api import prompts
 
@@ -96,16 +202,6 @@ def check_choice(flag: str, value: Any, allowed: Iterable[str]) -> None:
     allowed = sorted(allowed)
     if value is not None and value not in allowed:
         raise ValueError(f"{flag} {shown(value)} must be one of {', '.join(allowed)}.")
-
-
-def check_forms(tool_call_parser: str | None, reasoning_parser: str | None, content: str) -> None:
-    """Check the flags that name the forms of texts."""
-    from jspec.api.content import FORMATS
-    from jspec.server import readers
-
-    check_choice("--tool-call-parser", tool_call_parser, readers.CALLS)
-    check_choice("--reasoning-parser", reasoning_parser, readers.REASONING)
-    check_choice("--chat-template-content-format", content, FORMATS)
 
 
 @contextlib.contextmanager

@@ -9,28 +9,17 @@ from jspec.core.types import Params
 from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages
 from jspec.engine.plan import Plan
 from jspec.util.messages import shown
-from jspec.util.values import is_real, is_whole
 
 _CPU_BYTES = 4 * 2**30  # as vLLM's VLLM_CPU_KVCACHE_SPACE
 _ACCELERATOR_SHARE = 0.9  # as vLLM's gpu_memory_utilization
 _FIRST_BYTES = 2**27  # most of a pool that grows
-_MOST_BYTES = 2**63 - 1
-_MOST_INDEX = 2**31 - 2  # of pages and tokens, which the device counts in int32
-
-
-def check(settings: dict[str, int | float | None]) -> None:
-    """Refuse values of ``pool_of``'s arguments that are out of range, under their names."""
-    for name, value in settings.items():
-        is_share = name == "gpu_memory_utilization"
-        most = _MOST_BYTES if name == "kv_cache_memory_bytes" else _MOST_INDEX
-        holds = is_real(value) and 0 < value <= 1 if is_share else is_whole(value, 1, most)
-        if value is not None and not holds:
-            words = "a whole number of at least 1"
-            if is_share:
-                words = "a number from 0 to 1"
-            elif is_whole(value, 1, _MOST_BYTES):
-                words = f"at most {most}"
-            raise ValueError(f"{name}={shown(value)} must be {words}.")
+# The arguments of ``LLM`` that are those of ``pool_of``, where None is their default.
+SETTINGS = (
+    "block_size",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+)
 
 
 def dtype_of_pages(params: Params) -> jnp.dtype | None:
@@ -56,7 +45,7 @@ def pool_if_any(
     Args:
       plan: static.
       params: weights.
-      settings: arguments of ``pool_of`` that ``check`` has seen, None for defaults.
+      settings: values of ``SETTINGS`` in their ranges.
       shares_prefixes: its ``enable_prefix_caching``; None wherever target and drafter support it.
       num_tokens: as of ``pool_of``.
 

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from jspec.server.errors import RequestError
+from jspec.util import neutral
 from jspec.util.messages import printable
 from jspec.util.values import is_real
 
@@ -26,41 +27,6 @@ _MOST_WARNED = 100
 # Fields that do not change a text.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention"}
-# Known fields that jspec lacks, with the values that mean nothing, and a remedy.
-_OFF = (None, False, [], {}, "")
-_NOT_YET: dict[str, tuple[tuple, str]] = {
-    "suffix": (_OFF, "jspec completes texts at their end"),
-    "use_beam_search": (_OFF, "draw with best_of instead"),
-    "length_penalty": ((None, 1, 1.0), "it belongs to beam search"),
-    "prompt_embeds": (_OFF, "send text or token ids"),
-    "functions": (_OFF, "send tools"),
-    "function_call": ((None, "none"), "send tool_choice"),
-    "audio": (_OFF, "answers are text"),
-    "modalities": ((None, [], ["text"]), "answers are text"),
-    "prediction": (_OFF, "the server chooses the drafter"),
-    "web_search_options": (_OFF, "the model searches nothing"),
-    "logits_processors": (_OFF, "give them to jspec.LLM"),
-    "vllm_xargs": (_OFF, "it has no meaning here"),
-    "kv_transfer_params": (_OFF, "there is one engine"),
-    "mm_processor_kwargs": (_OFF, "prompts are text"),
-    "thinking_token_budget": (_OFF, "set max_tokens"),
-    "spaces_between_special_tokens": ((None, True), "texts have the tokenizer's own spaces"),
-    "include_reasoning": ((None, True), "the text holds what the model writes"),
-    "guided_json": (_OFF, "send structured_outputs"),
-    "guided_regex": (_OFF, "send structured_outputs"),
-    "guided_choice": (_OFF, "send structured_outputs"),
-    "guided_grammar": (_OFF, "send structured_outputs"),
-    "previous_response_id": (_OFF, "send the conversation in input"),
-    "conversation": (_OFF, "send the conversation in input"),
-    "background": (_OFF, "wait for the answer"),
-    "include": (_OFF, "there is nothing to include"),
-    "truncation": ((None, "disabled"), "shorten the input"),
-    "prompt": (_OFF, "send input"),
-    "reasoning": (_OFF, "the chat template decides how a model reasons"),
-    "echo": (_OFF, "it belongs to /v1/completions"),
-    "add_special_tokens": (_OFF, "the chat template writes them"),
-}
-
 
 _LAX = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
 _MOST_LISTS = 2048  # in a list; longer ones are refused
@@ -105,10 +71,9 @@ class _Fields(BaseModel):
           RequestError: such a field has an effect.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in _NOT_YET:
-                values, remedy = _NOT_YET[name]
-                if not any(type(value) is type(each) and value == each for each in values):
-                    raise RequestError(f"{name} is not supported: {remedy}.", param=name)
+            if name in neutral.REQUESTS:
+                if words := neutral.refusal(name, value, neutral.REQUESTS):
+                    raise RequestError(words, param=name)
             elif name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
                 _warned.add(name)
                 _log.warning("field %s is unknown, and has no effect", printable(name, 60))

@@ -6,7 +6,7 @@ import pytest
 
 import jspec
 from jspec import SamplingParams
-from jspec.engine import memory
+from jspec.api.engine_args import EngineArgs
 from tests import llm_fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -114,7 +114,7 @@ def test_threads_share_a_small_cache(both):
             dict(num_gpu_blocks_override=10**9),
             "num_gpu_blocks_override asks for 1,000,000,000 pages, which take",
         ),
-        (dict(num_gpu_blocks_override=2**31), "=2147483648 must be at most 2147483646"),
+        (dict(num_gpu_blocks_override=2**31), "least 1, and at most 2147483646."),
         (dict(kv_cache_memory_bytes=2**60), "kv_cache_memory_bytes asks for"),
         (dict(kv_cache_memory_bytes=10), "kv_cache_memory_bytes leaves 10 bytes, but one page of"),
         (dict(enable_prefix_caching=1), "enable_prefix_caching=1 must be True, False or None"),
@@ -133,4 +133,4 @@ def test_settings_of_the_cache_are_checked(both, settings, message):
 
 
 def test_bytes_of_the_cache_may_be_beyond_int32():
-    memory.check({"kv_cache_memory_bytes": 2**33})
+    assert EngineArgs(kv_cache_memory_bytes=2**33).kv_cache_memory_bytes == 2**33

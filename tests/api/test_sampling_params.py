@@ -6,8 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
-from jspec.api.sampling_params import NOT_YET, SamplingParams
+from jspec.api.sampling_params import SamplingParams
 from jspec.engine.sequences import PARAMETERS
+from jspec.util import neutral
 
 
 @dataclasses.dataclass
@@ -57,18 +58,19 @@ def test_settings_can_be_replaced():
     assert dataclasses.replace(params, temperature=0).stop == ("x",)
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_unsupported_parameters_are_accepted_at_their_defaults(name):
-    assert SamplingParams(**{name: NOT_YET[name]}) == SamplingParams()
-    assert SamplingParams(**{name: None}) == SamplingParams()
+@pytest.mark.parametrize("name", neutral.SAMPLING)
+def test_unsupported_parameters_are_accepted_without_an_effect(name):
+    values, _ = neutral.SAMPLING[name]
+    assert {SamplingParams(**{name: value}) for value in (None, *values)} == {SamplingParams()}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"length_penalty": 2}, "length_penalty=2 is not supported yet; leave it at 1.0."),
-        ({"use_beam_search": True}, "use_beam_search=True is not supported yet"),
-        ({"thinking_token_budget": 9}, "thinking_token_budget=9 is not supported yet"),
+        ({"length_penalty": 2}, "length_penalty=2 is not supported: it belongs to beam search."),
+        ({"use_beam_search": True}, "use_beam_search=True is not supported: draw with best_of"),
+        ({"thinking_token_budget": 9}, "thinking_token_budget=9 is not supported: set max_tokens"),
+        ({"guided_json": {"type": "object"}}, "is not supported: give structured_outputs."),
     ],
 )
 def test_unsupported_parameters_raise_at_other_values(given, message):

@@ -254,8 +254,9 @@ def test_a_console_without_a_character_shows_another(monkeypatch):
     assert (stopped.value.code, written.getvalue()) == (0, b"gr??e\n")
 
 
-def test_help_imports_neither_jax_nor_the_api():
-    program = "import sys; from jspec.cli import main; print({'jax', 'jspec.api'} & {*sys.modules})"
+def test_help_imports_neither_jax_nor_the_engine():
+    names = {"jax", "jspec.api.llm", "jspec.engine", "pydantic"}
+    program = f"import sys; from jspec.cli import main; print({names} & {{*sys.modules}})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.stdout, ran.stderr) == ("set()\n", "")
 

@@ -89,7 +89,7 @@ def error_of(response, status):
             "send one of them",
         ),
         ({"stream_options": {}}, "stream_options", "set stream"),
-        ({"suffix": "x"}, "suffix", "suffix is not supported"),
+        ({"suffix": "x"}, "suffix", "suffix='x' is not supported"),
         ({"use_beam_search": True}, "use_beam_search", "best_of"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or from 1"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not streamed"),

@@ -6,6 +6,8 @@ vLLM's keys are those of July 2026 (commit 002e77c), and older ones that users s
 import dataclasses
 from typing import Any, Literal
 
+from jspec.util import neutral
+
 Standing = Literal["works", "not built", "refused"]
 
 
@@ -30,11 +32,7 @@ class Key:
 
     def is_default(self, value: Any) -> bool:
         """Return whether ``value`` has the same effect as leaving the key out."""
-        neutral = (None, self.default, *self.also)
-        return any(
-            value == other and isinstance(value, bool) == isinstance(other, bool)
-            for other in neutral
-        )
+        return neutral.is_neutral(value, (None, self.default, *self.also))
 
 
 _VLLM_ONLY = "an engine setting of vLLM; one XLA program has no such part"

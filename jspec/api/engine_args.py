@@ -1,0 +1,128 @@
+"""``EngineArgs``: the arguments of ``LLM``, of which commands make their flags. It loads no JAX."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jspec.util import arguments, neutral
+from jspec.util.arguments import argument
+from jspec.util.values import is_real, is_whole
+
+_MOST_INDEX = 2**31 - 2  # of pages and tokens, which the device counts in int32
+_STATS = (None, "summary", "detailed")
+
+
+def _whole(most: int, words: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value is None or is_whole(value, 1, most), words
+
+
+_INDEX = _whole(_MOST_INDEX, f"a whole number of at least 1, and at most {_MOST_INDEX}")
+_COUNT = _whole(2**31 - 1, "a whole number of at least 1")
+_BYTES = _whole(2**63 - 1, "a whole number of at least 1")
+_SEED = (
+    lambda value: is_whole(value, 0, 2**64 - 1),
+    "a whole number from 0 to 2**64 - 1; for other texts draw one by secrets.randbits(64)",
+)
+_SHARE = (
+    lambda value: value is None or (is_real(value) and 0 < value <= 1),
+    "a number from 0 to 1",
+)
+_KIND_OF_STATS = (lambda value: value in _STATS, "None, 'summary' or 'detailed'")
+_MOST_SCORES = (lambda value: is_whole(value, -1), "whole, or -1 for no limit")
+_BOOL = (lambda value: isinstance(value, bool), "True or False")
+_BOOL_OR_NONE = (lambda value: isinstance(value, bool | None), "True, False or None")
+_MEMORY = "KV cache"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """The arguments of ``LLM`` beside its model; ``LLM`` describes them.
+
+    Those with a ``help`` are flags of ``jspec serve``, and of other commands that name them.
+
+    Raises:
+      ValueError: a value is out of range. Values that need the files of the model, and the keys of
+        ``speculative_config``, are checked by ``LLM``.
+    """
+
+    speculative_config: Mapping[str, Any] | str | None = argument(
+        None, help="JSON object with vLLM's keys.", kind=str | None
+    )
+    dtype: str | None = argument(
+        None, help="auto, float32, bfloat16 or float16.", kind=str, default="auto"
+    )
+    max_model_len: int | None = argument(None, help="Longest text, prompt included.")
+    seed: int = argument(0, check=_SEED, help="Seed of requests without one.")
+    max_num_seqs: int | None = argument(
+        None, check=_COUNT, help="Sequences that run together.", kind=int, default=32, min=1
+    )
+    per_request_stats: str | None = argument(None, check=_KIND_OF_STATS)
+    tokenizer: Any = argument(
+        None, help="Directory of a tokenizer. Default: the model's own.", kind=str | None
+    )
+    logprobs_mode: str = argument("raw_logprobs", help="raw_logprobs, processed_logprobs, ...")
+    max_logprobs: int = argument(20, check=_MOST_SCORES, help="Largest logprobs of a request.")
+    deterministic: bool = argument(
+        False, check=_BOOL, help="Texts equal to the bit in every batch.", names=["--deterministic"]
+    )
+    enable_prefix_caching: bool | None = argument(
+        None,
+        check=_BOOL_OR_NONE,
+        help="Share the cache of what prompts begin with. Default: if supported.",
+        rich_help_panel=_MEMORY,
+    )
+    block_size: int | None = argument(
+        None, check=_INDEX, help="Tokens of a page.", rich_help_panel=_MEMORY
+    )
+    num_gpu_blocks_override: int | None = argument(
+        None, check=_INDEX, help="Pages.", rich_help_panel=_MEMORY
+    )
+    kv_cache_memory_bytes: int | None = argument(
+        None, check=_BYTES, help="Bytes of the cache.", rich_help_panel=_MEMORY
+    )
+    gpu_memory_utilization: float | None = argument(
+        None,
+        check=_SHARE,
+        help="Share of memory for weights and cache.",
+        rich_help_panel=_MEMORY,
+    )
+
+    def __post_init__(self):
+        arguments.check(self)
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(EngineArgs)}
+
+
+def of(owner: str, given: Mapping[str, Any]) -> EngineArgs:
+    """Return the arguments that a caller of ``owner`` gave.
+
+    Raises:
+      ValueError: an argument is out of range or unknown, or is vLLM's alone and has an effect.
+    """
+    check_unknown(owner, {name: value for name, value in given.items() if name not in FIELDS})
+    return EngineArgs(**{name: value for name, value in given.items() if name in FIELDS})
+
+
+def check_unknown(owner: str, unknown: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that is not vLLM's, or that has an effect there."""
+    neutral.check(owner, unknown, neutral.ENGINE, known=["model", *FIELDS])
+
+
+def in_signature(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function that takes ``EngineArgs`` by ``**unknown`` show them in its signature."""
+    signature = inspect.signature(function)
+    *before, unknown = signature.parameters.values()
+    more = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
+        )
+        for name, field in FIELDS.items()
+        if name not in signature.parameters
+    ]
+    function.__signature__ = signature.replace(parameters=[*before, *more, unknown])
+    return function

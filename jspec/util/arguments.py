@@ -1,0 +1,39 @@
+"""Arguments that are written once: fields of a dataclass, with their checks and their flags."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jspec.util.messages import shown
+
+
+def argument(
+    default: Any,
+    about: str = "",
+    /,
+    *,
+    check: tuple[Callable[[Any], bool], str] | None = None,
+    help: str | None = None,
+    **flag: Any,
+) -> Any:
+    """Return a field of a dataclass of arguments.
+
+    Args:
+      default: the value without the argument.
+      about: a text for the documentation.
+      check: a test of values, and the words for those that pass it.
+      help: the text of a flag on command lines; None for no flag.
+      flag: what the flag has of its own: ``kind`` (its type), ``names``, ``default``, and settings
+        of typer.
+    """
+    metadata = dict(about=about, check=check, help=help, flag=flag)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(arguments: Any) -> None:
+    """Raise ValueError for the first argument whose value is out of range."""
+    for field in dataclasses.fields(arguments):
+        value, rule = getattr(arguments, field.name), field.metadata.get("check")
+        if rule is not None and not rule[0](value):
+            value = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{field.name}={shown(value)} must be {rule[1]}.")
