@@ -30,12 +30,11 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleParams
 from jspec.tools.bench import environment
-from training.attention import QUERY_BLOCK
-from training.batches import Batch
-from training.forward import head_of, packed_states
-from training.linear import LINEARS
+from training.data.batch import Batch
 from training.losses.chunks import loss_chunk
-from training.task import Frozen
+from training.networks.attention import QUERY_BLOCK
+from training.networks.forward import Frozen, head_of, packed_states
+from training.networks.linear import LINEARS
 from training.tasks import eagle
 from training.tasks.eagle_task import EagleTask, Recipe
 from training.trainer import TrainerSettings

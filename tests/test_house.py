@@ -1,6 +1,7 @@
 """The architecture: imports go down only."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -38,6 +39,18 @@ def test_methods_and_rules_never_import_their_siblings(table):
     # The table imports the methods or rules, and the type of a rule.
     entries = {n for i, n in inside if i == table} - {"jspec.verify.rule"}
     assert entries and [pair for pair in inside if entries >= set(pair)] == []
+
+
+def test_drafters_link_their_network_files_and_training_which_link_them():
+    docs = {name: ast.get_docstring(tree) or "" for name, tree in house.trees().items()}
+    drafters = {i for i, n in house.imports() if n.startswith("jspec.models.heads.")}
+    drafters = {name for name in drafters if re.fullmatch(r"jspec\.drafters\.\w+", name)}
+    assert len(drafters) >= 7
+    for drafter in drafters:
+        links = re.findall(r"``((?:jspec|training)\.[\w.]+)``", docs[drafter].split("\n\n")[-1])
+        folders = {link.rpartition(".")[0] for link in links}
+        assert folders == {"jspec.models.heads", "jspec.checkpoints.heads", "training.tasks"}
+        assert [link for link in links if f"``{drafter}``" not in docs[link]] == []
 
 
 def test_only_ops_imports_kernels():

@@ -1,10 +1,14 @@
 """The language of docstrings, names and prose, as shared by every folder."""
 
 import ast
+import io
 import re
+import tokenize
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,3 +147,161 @@ def test_the_changelog_has_one_line_an_entry_under_four_headings():
     headings = {line for line in lines if line.startswith("### ")}
     assert headings <= {"### Added", "### Changed", "### Removed", "### Fixed"}
     assert [line for line in lines if len(line) > 160 or line.startswith(" ")] == []
+
+
+# Habits that the style guide drops, and how often each folder still has them. A count may fall, and
+# then falls here too; it never rises.
+CEILINGS: dict[str, dict[str, int]] = {
+    "packed calls": {},
+    "lambdas used once": {},
+    "comments that finish a name": {},
+    "verbs of persons": {},
+    "long parts": {},
+}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+FINISHES_A_NAME = r"(of|that|which|whose|who|with|than)\b"
+PERSONS = r"""\b(nobody('s)?|believe[sd]?|hope[sd]?|doubt(s|ed|ful)?|news|hears?|heard|tells?|told
+|knows?|known|wants?|wanted|forgets?|forgotten|remembers?
+|(rows?|sequences?|pages?|tokens?)\ leaves?)\b"""
+LINES_OF_CLASS, LINES_OF_FUNCTION, LINES_OF_FILE, LINES_OF_ENGINE = 320, 80, 450, 320
+
+
+def assigned(scope):
+    """Return the values of names that a scope assigns once, and the loads of every name in it."""
+    values, stores, loads = {}, Counter(), defaultdict(list)
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                loads[node.id].append(node)
+            else:
+                stores[node.id] += 1
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            [target], value = node.targets, node.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = zip(target.elts, value.elts, strict=False)
+            values |= {name.id: value for name, value in pairs if isinstance(name, ast.Name)}
+    return {name: value for name, value in values.items() if stores[name] == 1}, loads
+
+
+def packed_calls(tree):
+    """Return the lines of tuples, lists and dicts that a function makes only to spread them."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    spread = {id(x.value) for call in calls for x in call.args if isinstance(x, ast.Starred)}
+    spread |= {id(x.value) for call in calls for x in call.keywords if x.arg is None}
+    lines = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+        values, loads = assigned(function)
+        for name, value in values.items():
+            is_display = isinstance(value, ast.Tuple | ast.List)
+            is_display |= isinstance(value, ast.Dict) and len(loads[name]) == 1
+            if is_display and loads[name] and all(id(node) in spread for node in loads[name]):
+                lines.add(value.lineno)
+    return sorted(lines)
+
+
+def lambdas_used_once(tree):
+    """Return the lines of lambdas that have a name and are used once."""
+    return sorted(
+        {
+            value.lineno
+            for scope in ast.walk(tree)
+            if isinstance(scope, FUNCTIONS | ast.Module)
+            for values, loads in [assigned(scope)]
+            for name, value in values.items()
+            if isinstance(value, ast.Lambda) and len(loads[name]) == 1
+        }
+    )
+
+
+def comments(source):
+    """Return (line, text) of every comment; lines that follow each other are one."""
+    blocks, last = [], None
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            (line, column), text = token.start, token.string.lstrip("#: ")
+            if last == (line - 1, column):
+                blocks[-1] = blocks[-1][0], f"{blocks[-1][1]} {text}"
+            else:
+                blocks.append((line, text))
+            last = line, column
+    return blocks
+
+
+def prose_of(source, tree):
+    """Return (line, text) of comments and docstrings, without code."""
+    kinds = (ast.Module, ast.ClassDef, *FUNCTIONS.__args__)
+    texts = comments(source) + [
+        (getattr(node, "lineno", 1), ast.get_docstring(node))
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and ast.get_docstring(node)
+    ]
+    return [(line, re.sub(r"``.*?``|`.*?`", "", text, flags=re.S)) for line, text in texts]
+
+
+def long_parts(source, tree, path=""):
+    """Return the lines of files, classes and functions that are too long."""
+    most = LINES_OF_ENGINE if str(path).startswith("jspec/engine") else LINES_OF_FILE
+    limits = {ast.ClassDef: LINES_OF_CLASS}
+    return [1] * (source.count("\n") > most) + [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | FUNCTIONS)
+        and node.end_lineno - node.lineno >= limits.get(type(node), LINES_OF_FUNCTION)
+    ]
+
+
+def found(rule, source, path=""):
+    """Return the lines of a file that break a rule of ``CEILINGS``."""
+    tree = ast.parse(source)
+    if rule == "packed calls":
+        return packed_calls(tree)
+    if rule == "lambdas used once":
+        return lambdas_used_once(tree)
+    if rule == "comments that finish a name":
+        return [line for line, text in comments(source) if re.match(FINISHES_A_NAME, text)]
+    if rule == "verbs of persons":
+        return [
+            line
+            for line, text in prose_of(source, tree)
+            for _ in re.finditer(PERSONS, text, re.I | re.X)
+        ]
+    return long_parts(source, tree, path)
+
+
+def room_of(path):
+    """Return the folder whose ceiling counts for a file."""
+    return "/".join(path.parts[: 2 if path.parts[0] == "jspec" and len(path.parts) > 2 else 1])
+
+
+@pytest.mark.parametrize("rule", CEILINGS)
+def test_habits_of_the_first_years_only_get_rarer(rule):
+    places = defaultdict(list)
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            where, source = path.relative_to(ROOT), path.read_text(encoding="utf-8")
+            places[room_of(where)] += [f"{where}:{line}" for line in found(rule, source, where)]
+    counts = CEILINGS[rule]
+    assert {room: lines for room, lines in places.items() if len(lines) > counts.get(room, 0)} == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken", "kept"),
+    [
+        (
+            "packed calls",
+            "def f(a):\n    pair = a, 1\n    return g(*pair)",
+            "def f(*a):\n    pair = a, 1\n    return g(*a, pair)",
+        ),
+        (
+            "lambdas used once",
+            "def f(a):\n    twice = lambda x: 2 * x\n    return twice(a)",
+            "def f(a):\n    return map(lambda x: 2 * x, a)",
+        ),
+        ("comments that finish a name", "count = 0  # of pages", "pages = 0  # number of pages"),
+        ("verbs of persons", "# A page is known.", "# A page is cached."),
+        ("long parts", "def f():" + "\n    x = 1" * 80, "def f():" + "\n    x = 1" * 79),
+    ],
+)
+def test_each_habit_is_found(rule, broken, kept):
+    assert len(found(rule, broken)) == 1 and found(rule, kept) == []

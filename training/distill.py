@@ -22,16 +22,16 @@ from jspec import ops
 from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.loading import LoadedModel
 from training import trainer
-from training.command import end, run_command
 from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
-from training.digests import same_weights, weights_digest
-from training.errors import bad_option
-from training.provenance import provenance, write_provenance
 from training.tasks import dflash, draft, eagle, hydra, medusa, mlp_speculator, mtp
 from training.tasks.acceptance import acceptance_meter
 from training.tasks.method import DistillSettings, Method
+from training.util.command import end, run_command
+from training.util.digests import same_weights, weights_digest
+from training.util.errors import bad_option
+from training.util.provenance import provenance, write_provenance
 
 METHODS: dict[str, Method] = {
     "eagle": eagle.METHOD,
@@ -43,8 +43,8 @@ METHODS: dict[str, Method] = {
     "draft": draft.METHOD,
 }
 
-# Records of 0.1.0 hold configs as text: fields that are gone, with the only values that runs had,
-# and fields that have another name now.
+# Records hold configs as text. Those of 0.2.0 have fields that are gone, with the only values that
+# runs had, and fields that have another name now.
 _REMOVED_FIELDS = {
     "attention_gate=False",
     "zero_centred_norms=False",
@@ -106,7 +106,6 @@ def run(
             identity=dict(build.identity) | criterion | sources,
             passed_over=lambda before: {
                 *idle,
-                *_unrecorded(criterion, before),
                 *_same_networks(build.identity, before),
                 *(["target"] if same_weights(before.get("target"), sources["target"]) else []),
             },
@@ -130,10 +129,11 @@ def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     _check_length(settings, loading.sizes(settings.target).max_positions)
     trainer.start_processes(settings.trainer)
     target = loading.load(settings.target, settings.weights_dtype)
-    # Many rows at a time gain nothing, and ``training.linear`` takes arrays.
+    # Many rows at a time gain nothing, and ``training.networks.linear`` takes arrays.
     target = dataclasses.replace(target, params=ops.untransposed(target.params))
-    read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
-    return target, trainer.first_process_first(read)
+    return target, trainer.first_process_first(
+        lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
+    )
 
 
 def show_data(settings: DistillSettings) -> None:
@@ -162,18 +162,8 @@ def _criterion(settings: DistillSettings, data: Data) -> dict[str, Any]:
     return {"acceptance_prompts": 0} | apart
 
 
-def _unrecorded(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
-    """Return the criterion's options that an early record lacks.
-
-    Such a record says whether acceptance was measured ("some"), but not how.
-    """
-    missing = criterion.keys() - before.keys()
-    measured = criterion["acceptance_prompts"] and before.get("acceptance_prompts") == "some"
-    return missing | ({"acceptance_prompts"} if measured else set())
-
-
 def _same_networks(identity: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
-    """Return the networks whose early record differs only in the form of its text."""
+    """Return the networks whose record differs only in the form of its text."""
     return {
         name
         for name, network in identity.items()

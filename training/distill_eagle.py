@@ -3,7 +3,7 @@
 import functools
 
 from training import distill
-from training.command import end
+from training.util.command import end
 
 main = functools.partial(distill.run_method, "eagle", module="training.distill_eagle")
 

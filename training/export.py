@@ -23,9 +23,9 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.mtp import MtpConfig
-from training.command import end, run_command
-from training.errors import bad_option
-from training.forward import head_of
+from training.networks.forward import head_of
+from training.util.command import end, run_command
+from training.util.errors import bad_option
 
 EagleFormat = Literal["eagle", "sglang", "speculators"]
 MedusaFormat = Literal["medusa", "medusa-vllm"]
@@ -49,7 +49,8 @@ class Settings:
     # stitched, a copy of the target with the modules
     format: EagleFormat | MedusaFormat | DFlashFormat | MtpFormat | OtherFormat
     target_name: str = ""  # what the files call the target (default: as --target)
-    dtype: Literal["", "bfloat16", "float32", "float16"] = ""  # of the weights (default: unchanged)
+    # dtype of the exported weights (default: unchanged)
+    dtype: Literal["", "bfloat16", "float32", "float16"] = ""
 
 
 def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_name: str) -> None:
@@ -76,11 +77,11 @@ def layout_of(format: str | None, config: HeadConfig) -> str | None:
         return None
     eagle = isinstance(config, EagleConfig)
     head_format = head_formats.of(config)
-    known = sorted(layout.name for layout in head_format.layouts)
-    known = EagleFormat.__args__ if eagle else known
-    if format not in known:
+    names = sorted(layout.name for layout in head_format.layouts)
+    names = EagleFormat.__args__ if eagle else names
+    if format not in names:
         kind = f"EAGLE-{config.generation}" if eagle else head_format.title
-        raise bad_option("format", format, f"{kind} heads have {', '.join(known)}")
+        raise bad_option("format", format, f"{kind} heads have {', '.join(names)}")
     if not eagle or format == "speculators":
         return format
     if config.mask_token_id is not None and format == "sglang":

@@ -27,21 +27,21 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import checkpoint, loading
 from jspec.util import atomic_files, values
 from jspec.util.messages import shown
-from training.command import end, run_command
 from training.data import files, readers
 from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
 from training.data.ledger import Ledger
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
-from training.digests import same_weights, weights_digest
-from training.errors import adding_filename, bad_option, check_each, check_least
-from training.locks import alone
-from training.progress import progress
-from training.provenance import provenance, without_folders
+from training.util.command import end, run_command
+from training.util.digests import same_weights, weights_digest
+from training.util.errors import adding_filename, bad_option, check_each, check_least
+from training.util.locks import alone
+from training.util.progress import progress
+from training.util.provenance import provenance, without_folders
 
 _SORTED = 32  # groups among which prompts are sorted by length, so a group ends together
-_SAFE_BITS = 53  # of a seed: every reader of JSON keeps them
+_SAFE_BITS = 53  # bits of a seed that every reader of JSON keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class GenerateSettings(readers.SourceSettings):
     batch: int = 32  # prompts answered together
     # JSON, with the keys of vLLM; it leaves the distribution of the answers unchanged
     speculative_config: str = ""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-    seed: int = 0  # of all noise, and of each prompt's temperature
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of the weights
+    seed: int = 0  # seed of all noise, and of each prompt's temperature
     every_turn: bool = False  # answer every message of the user, not only the last
     # cut texts into prompts of this many tokens, one for every prompt_tokens + max_new_tokens of
     # the text (0: a text is one prompt)

@@ -21,15 +21,15 @@ from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training import data, trainer
-from training.batches import Batch
-from training.command import end, run_command
+from training.data.batch import Batch
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
-from training.errors import bad_option, check_each, check_least, refuse_idle
-from training.forward import head_of, hidden_states
-from training.linear import LINEARS
 from training.losses.chunks import next_token_loss
-from training.provenance import provenance, without_folders, write_provenance
+from training.networks.forward import head_of, hidden_states
+from training.networks.linear import LINEARS
 from training.trainer import TrainerSettings
+from training.util.command import end, run_command
+from training.util.errors import bad_option, check_each, check_least, refuse_idle
+from training.util.provenance import provenance, without_folders, write_provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Settings:
     model: ModelSettings
     trainer: TrainerSettings
     out: str  # folder of the run: checkpoints, logs, curves, and the exported model
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the exported weights
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # dtype of the exported weights
 
     def __post_init__(self):
         refuse_idle(self.trainer, vars(TrainerSettings()), self.trainer.idle())
@@ -106,7 +106,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A language model in training: a ``training.task.Task``."""
+    """A language model in training: a ``training.trainer.task.Task``."""
 
     config: DecoderConfig  # sizes of the network
     compute: str  # factors of every matmul, as in ``TrainerSettings``

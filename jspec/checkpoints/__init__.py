@@ -1,1 +1,1 @@
-"""Everything that knows a file format."""
+"""Everything that depends on a file format."""

@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple] = {
 
 
 def _biases(file: GgufFile) -> dict:
-    """Return Llama's switches, which the names of the tensors tell."""
+    """Return Llama's switches, by the names of the tensors."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -128,7 +128,7 @@ def tensors(file: GgufFile, raw: dict, names: Iterable[str]) -> dict[str, GgufTe
     Args:
       file: its tensors.
       raw: ``read(file)``.
-      names: the wanted names. Tensors without one keep that of the file.
+      names: of Hugging Face. Tensors without one keep the name of the file.
     """
     import gguf
 
@@ -235,7 +235,7 @@ CONTROL = 3  # ggml's type of special tokens
 
 
 def end_ids(file: GgufFile) -> list[int]:
-    """Return the end-of-text ids of the metadata, and the tokens of known texts.
+    """Return the end-of-text ids of the metadata, and the tokens of the texts in ``ENDS``.
 
     Their type does not count, as in llama.cpp: some files mark them as tokens of the user.
     """

@@ -131,7 +131,7 @@ def open_file(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file, and find the tensors in it and in its other parts.
 
     Raises:
-      ValueError: it is damaged or cut short, parts are missing, or a quantisation is not known.
+      ValueError: it is damaged or cut short, parts are missing, or a quantisation is not supported.
     """
     parts = _parts(path)
     missing = [part.name for part in parts if not part.is_file()]

@@ -68,7 +68,7 @@ def read(file: GgufFile) -> Any:
     """Return the tokenizer of a GGUF file, a ``transformers.PreTrainedTokenizerFast``.
 
     Raises:
-      ValueError: there is none, it is damaged, or its kind is not known.
+      ValueError: there is none, it is damaged, or its kind is not supported.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -80,9 +80,12 @@ def read(file: GgufFile) -> Any:
             f"{file.path} has no tokenizer that is understood (tokenizer.ggml.model "
             f"{shown(kind)}; known: {known}); pass tokenizer= or token ids"
         )
-    text = lambda key: None if (i := get(f"{key}_token_id")) is None else _at(file, tokens, key, i)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
-    special = {f"{name}_token": text(key) for name, key in names.items()}
+    ids = {name: (key, get(f"{key}_token_id")) for name, key in names.items()}
+    special = {
+        f"{name}_token": None if index is None else _at(file, tokens, key, index)
+        for name, (key, index) in ids.items()
+    }
     tokenizer = _made(file, tokens)
     _add_tokens(tokenizer, tokens, get("token_type", []))
     _add_ends(tokenizer, file, special)
@@ -144,9 +147,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
     if splits == _DIGITS:
         steps = [pre_tokenizers.Digits(individual_digits=True), byte_level(add_prefix_space=False)]
     else:
-        split = lambda pattern: pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        last = byte_level(add_prefix_space=False, use_regex=not splits)
-        steps = [*map(split, splits), last]
+        steps = [pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in splits]
+        steps.append(byte_level(add_prefix_space=False, use_regex=not splits))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if splits in (_QWEN2, _QWEN35) and kind not in ("stablelm2", "hunyuan"):
         tokenizer.normalizer = normalizers.NFC()

@@ -52,7 +52,7 @@ class LoadedModel:
         Raises:
           ValueError: ``token_ids`` are not a [B, T] block of ids of the vocabulary, or too long.
         """
-        traced = isinstance(token_ids, jax.core.Tracer)  # its values are not known
+        traced = isinstance(token_ids, jax.core.Tracer)  # a tracer has no values
         tokens = token_ids if traced else np.asarray(token_ids)
         if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(

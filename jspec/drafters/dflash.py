@@ -9,6 +9,10 @@ prompt of one token gives none, so its first round drafts nothing.
 
 DSpark (arXiv 2607.05147) adds to the logits of every slot a bias that depends on the token drafted
 before it. So every node has a distribution of its own, at the cost of two thin matrices.
+
+See ``jspec.models.heads.dflash`` and ``jspec.models.heads.dspark`` for the networks,
+``jspec.checkpoints.heads.dflash`` and ``jspec.checkpoints.heads.dspark`` for files,
+``training.tasks.dflash`` for training.
 """
 
 import dataclasses
@@ -71,9 +75,16 @@ class DFlash(CachedDrafter):
 
     def _block(self, params, cache, history) -> tuple[Array, Array]:
         """Return the outputs [B, K, D] of the slots that draft, and their logits [B, K, Vd]."""
-        root, target = root_token(history), (self.target, params.target)
-        hidden = head.fill_in(params.drafter, self.config, root, self.max_depth, cache, *target)
-        return hidden, network.unembed(params.drafter, hidden, *target)
+        hidden = head.fill_in(
+            params.drafter,
+            self.config,
+            root_token(history),
+            self.max_depth,
+            cache,
+            self.target,
+            params.target,
+        )
+        return hidden, network.unembed(params.drafter, hidden, self.target, params.target)
 
     def _commit(self, params, cache, following, features, count):
         del following

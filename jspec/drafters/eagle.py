@@ -3,6 +3,9 @@
 ``jspec.drafters.base.cached`` describes the rows that the head reads, and those that it keeps.
 EAGLE-1, -2 and -3 (arXiv 2401.15077, 2406.16858, 2503.01840) differ in the head network and in the
 tree, which is a setting.
+
+See ``jspec.models.heads.eagle`` for the network, ``jspec.checkpoints.heads.eagle`` for files,
+``training.tasks.eagle`` for training.
 """
 
 import dataclasses

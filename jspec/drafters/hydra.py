@@ -4,6 +4,9 @@ With the root at position r, the heads start from the target's hidden state at r
 that it has computed, and from the root's embedding. Head i also sees the i tokens drafted before,
 so every node has a distribution of its own. The memory holds the target's hidden state or, if the
 heads have a prefix layer, that layer's cache and last output.
+
+See ``jspec.models.heads.hydra`` for the network, ``jspec.checkpoints.heads.hydra`` for files,
+``training.tasks.hydra`` for training.
 """
 
 import dataclasses

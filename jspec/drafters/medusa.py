@@ -3,6 +3,9 @@
 With the root at position r, the heads read the target's hidden state at r - 1, the last one that
 it has computed. Its own logits gave the root, so head i guesses the token at r + 1 + i. No head
 sees the guess of another, so all nodes of a depth share a distribution.
+
+See ``jspec.models.heads.medusa`` for the network, ``jspec.checkpoints.heads.medusa`` for files,
+``training.tasks.medusa`` for training.
 """
 
 import dataclasses

@@ -34,4 +34,4 @@ METHODS = {
 
 # The drafters that draft all tokens in one pass, for ``parallel_drafting``.
 PARALLEL = {"draft_model": ParallelDraftModel, "eagle3": ParallelEagle}
-ALWAYS_PARALLEL = ("dflash", "dspark")  # with or without the key, as in vLLM
+ALWAYS_PARALLEL = ("dflash", "dspark")  # parallel with or without the key, as in vLLM

@@ -4,8 +4,9 @@ With the root at position r, the net starts from the target's hidden state at r 
 that it has computed, and the root. Each stage guesses the token after the one that it reads, so a
 chain or a tree grows by feeding drafted tokens. Every node has a state of its own for the round.
 
-The networks are IBM's and Snowflake's (Arctic): ``jspec.models.heads.mlp_speculator`` and
-``jspec.models.heads.arctic``.
+See ``jspec.models.heads.mlp_speculator`` and ``jspec.models.heads.arctic`` for the networks,
+``jspec.checkpoints.heads.mlp_speculator`` and ``jspec.checkpoints.heads.arctic`` for files,
+``training.tasks.mlp_speculator`` for training.
 """
 
 import dataclasses

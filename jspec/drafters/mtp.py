@@ -5,6 +5,9 @@ keeps. Module k runs step k of a round; after the last module the first one foll
 module, as in published targets, this is a recurrence on its own output. Every module has a cache
 of rows whose features and tokens are all committed. That of module m ends m slots before the root,
 so a round drafts the last m rows of its input anew.
+
+See ``jspec.models.heads.mtp`` for the network, ``jspec.checkpoints.heads.mtp`` for files,
+``training.tasks.mtp`` for training.
 """
 
 import dataclasses
@@ -56,9 +59,10 @@ class Mtp(CachedDrafter):
     def init(self, params, request, capacity):
         """Allocate an empty cache for each module."""
         batch = request.max_length.shape[0]
-        cache = lambda: head.init_cache(self.config, batch, capacity)
-        modules = range(self.config.n_predict)
-        return tuple(CachedMemory.empty(cache(), 1, self.config) for _ in modules)
+        return tuple(
+            CachedMemory.empty(head.init_cache(self.config, batch, capacity), 1, self.config)
+            for _ in range(self.config.n_predict)
+        )
 
     def _commit(self, params, memory, following, features, count):
         embedded, hidden = self._embed(params, following), features[0]
@@ -89,9 +93,15 @@ class Mtp(CachedDrafter):
         module = depth % self.config.n_predict if self.unrolled else 0
         visible = [rows(mask, parents) for mask in frontier.visible]
         visible[module] |= own_slots(visible[module].shape[2], slot, drafted.shape[1])
-        beside = memory[module].cache, frontier.side[module], slot, visible[module]
         positions, network = positions_of(history, drafted, depth), self.config.network
-        attend, entries = attention_beside(*beside, positions, **network.attention_options)
+        attend, entries = attention_beside(
+            memory[module].cache,
+            frontier.side[module],
+            slot,
+            visible[module],
+            positions,
+            **network.attention_options,
+        )
         embedded, hidden = self._embed(params, drafted), rows(frontier.hidden, parents)
         hidden = head.run(params.drafter, self.config, module, embedded, hidden, positions, attend)
         side = list(frontier.side)

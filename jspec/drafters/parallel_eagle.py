@@ -11,6 +11,9 @@ r - 1 is the last row of the target's features: ::
 
 Every row sees the rows before it. The rows left of the bar enter the cache. Of the mask rows only
 the outputs are kept, until the next round. So all nodes of a depth share a distribution.
+
+See ``jspec.models.heads.eagle`` for the network, ``jspec.checkpoints.heads.eagle`` for files,
+``training.tasks.eagle`` for training.
 """
 
 import dataclasses

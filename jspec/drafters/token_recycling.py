@@ -80,11 +80,11 @@ class TokenRecycling(Drafter):
     width = property(lambda self: max(self.draft_tree.widths))  # k
 
     def init_shared(self) -> Array:
-        """Return a matrix of unknown tokens."""
+        """Return a matrix without tokens."""
         return jnp.full((self.vocab_size, self.width), UNKNOWN, jnp.int32)
 
     def propose(self, params, request, shared, memory, history):
-        """Draft the part of the tree whose tokens the matrix knows."""
+        """Draft the part of the tree whose tokens are in the matrix."""
         parents, ranks, depth = (
             np.array(part)
             for part in (self.draft_tree.parents, self.draft_tree.ranks, self.draft_tree.depth)
@@ -98,9 +98,9 @@ class TokenRecycling(Drafter):
                 children = jnp.full((len(tokens), nodes.size), UNKNOWN, jnp.int32)
             else:
                 children = shared[tokens[:, above], ranks[nodes]]
-            known = valid[:, above] & (children != UNKNOWN)
-            tokens = jnp.concatenate([tokens, jnp.where(known, children, 0)], 1)
-            valid = jnp.concatenate([valid, known], 1)
+            exists = valid[:, above] & (children != UNKNOWN)
+            tokens = jnp.concatenate([tokens, jnp.where(exists, children, 0)], 1)
+            valid = jnp.concatenate([valid, exists], 1)
         return Draft(tokens, np.array(parents, np.int32), valid, max_depth=self.max_depth), memory
 
     def update(self, round):

@@ -23,7 +23,7 @@ from jspec.util.messages import shown
 from jspec.util.results import Results
 
 KINDS = ("json", "regex", "choice", "json_object", "grammar", "structural_tag")
-AUTOMATIC = frozenset(KINDS[:4])  # of which automata are made
+AUTOMATIC = frozenset(KINDS[:4])  # kinds that become automata
 _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -165,9 +165,14 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
     most = Most(limits.MOST_STATES, limits.MOST_TRANSITIONS)
 
     def make(is_read: Callable[[], bool]) -> Grammar:
-        task = dict(pattern=pattern, most=dataclasses.astuple(most))
         try:
-            _, arrays = workers.run("compiled", is_read, vocabulary=vocabulary, **task)
+            _, arrays = workers.run(
+                "compiled",
+                is_read,
+                vocabulary=vocabulary,
+                pattern=pattern,
+                most=dataclasses.astuple(most),
+            )
         except MemoryError:
             raise most.exceeded("more than memory or time allow") from None
         return Grammar.of(arrays)
@@ -177,7 +182,7 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
         return _COMPILED.get(key, make, lambda grammar: grammar.nbytes)
 
 
-_MOST_BYTES = 512 << 20  # of the automata that are cached; one of the largest takes 200 MB
+_MOST_BYTES = 512 << 20  # bytes of the cached automata; one of the largest takes 200 MB
 _COMPILED, _PATTERNS = Results(_MOST_BYTES), Results(32 << 20)
 
 
@@ -256,16 +261,17 @@ def _with_metaspace(token: str) -> bytes:
 
 def joined(
     grammars: Sequence[Grammar | None],
-    known: Sequence[Grammar] = (),
+    first: Sequence[Grammar] = (),
     generated: Sequence[Sequence[int]] = (),
     least: Sizes | None = None,
 ) -> Automaton:
     """Return the automaton of a batch, of the sizes ``least`` or above; other rows are free.
 
-    The states of ``known`` grammars come first, in this order: a batch that knows the same ones
-    numbers them alike. The first rows start behind the tokens that they have ``generated``.
+    The states of the grammars ``first`` come first, in this order. Pass those of the last batch, so
+    that their states keep their numbers. The first rows start behind the tokens that they have
+    ``generated``.
     """
-    unique = tuple(dict.fromkeys((*known, *(each for each in grammars if each is not None))))
+    unique = tuple(dict.fromkeys((*first, *(each for each in grammars if each is not None))))
     automaton, begin = _united(unique, least)
     start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
     for row, tokens in enumerate(generated):

@@ -21,7 +21,7 @@ from jspec.grammar.tables import Vocabulary
 
 try:
     import resource
-except ImportError:  # of Windows; the time limit of the parent is all there is
+except ImportError:  # Windows has none; the time limit of the parent is all there is
     resource = None
 
 Arrays = Mapping[str, np.ndarray]
@@ -138,7 +138,7 @@ def main() -> None:
     """Answer tasks from stdin until it ends."""
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it; the parent decides.
     child = _Child()
     with contextlib.suppress(EOFError):
         while True:

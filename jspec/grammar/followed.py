@@ -141,9 +141,9 @@ def followed(
         reason = _STOP_REASONS.get(key, make, lambda _: len(source))
     if reason is not None:
         raise ValueError(sources.refused(kind, value, f"it allows nothing ({reason})"))
-    known = _tokenizer(tokenizer, ends, vocab_size)
-    begun = llguidance.LLMatcher(known, source, limits=sources.parser_limits())
-    begun.compute_bitmask()  # the first one is slow, and nobody waits for it here
+    words = _tokenizer(tokenizer, ends, vocab_size)
+    begun = llguidance.LLMatcher(words, source, limits=sources.parser_limits())
+    begun.compute_bitmask()  # The first one is slow, and no other request waits for it here.
     return FollowedGrammar(begun, ends, vocab_size)
 
 

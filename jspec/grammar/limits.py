@@ -9,28 +9,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MOST_BYTES = 1 << 20  # of a schema, a pattern, a grammar, or all choices together
-MOST_LEVELS = 400  # of brackets inside each other in a schema, about two a subschema
+MOST_BYTES = 1 << 20  # bytes of a schema, a pattern, a grammar, or all choices together
+MOST_LEVELS = 400  # brackets inside each other in a schema, about two a subschema
 MOST_REFERENCES = 4000  # ``$ref`` in a schema
-MOST_ENTRIES = 20_000  # of one enum, or of a choice
-MOST_PROPERTIES = 5000  # of one object; the work of llguidance grows with the square
+MOST_ENTRIES = 20_000  # entries of one enum, or of a choice
+MOST_PROPERTIES = 5000  # properties of one object; llguidance's work grows with the square
 # A text can never become longer than this in time; an automaton has no more states either.
-MOST_REPEATS = 50_000  # of a pattern's parts, nested ones multiplied; minLength, minItems
-MOST_PATTERN_BYTES = 1 << 17  # of a pattern that a request writes
+MOST_REPEATS = 50_000  # repeats of a pattern's parts, nested ones multiplied; minLength, minItems
+MOST_PATTERN_BYTES = 1 << 17  # bytes of a pattern that a request writes
 MOST_NESTED = 200  # groups inside each other in a pattern; Rust's regex has 250
 
-# Of one grammar in a child process. A schema of 100 kB and an enum of 5,000 entries take two
+# Limits of one grammar in a child process. A schema of 100 kB and an enum of 5,000 entries take two
 # seconds at 49,152 tokens; what needs more is followed by the host, where the host can.
-SECONDS = 10  # of processor time for an automaton
-FOLLOWED_SECONDS = 3  # of processor time for a grammar that the host follows, which it builds again
-VOCABULARY_SECONDS = 60  # of processor time to receive a vocabulary
-WAIT_SECONDS = 30  # of time, on a busy machine
+SECONDS = 10  # processor time of an automaton
+FOLLOWED_SECONDS = 3  # processor time of a grammar that the host follows, which it builds again
+VOCABULARY_SECONDS = 60  # processor time to receive a vocabulary
+WAIT_SECONDS = 30  # time on a clock, on a busy machine
 MEMORY = 3 << 30  # bytes of address space; libraries take a third
 
-MOST_STATES, MOST_TRANSITIONS = 50_000, 1 << 24  # of an automaton
+MOST_STATES, MOST_TRANSITIONS = 50_000, 1 << 24  # sizes of an automaton
 MOST_PARTS = 50_000  # subschemas of an automaton, with references written out
 MOST_EXPANDED = 8 << 20  # bytes of the pattern that a schema becomes
-# Of one mask of a grammar that the host follows, as llguidance counts: a few milliseconds each.
+# Limits of one mask of a grammar that the host follows, in llguidance's units: a few milliseconds.
 MASK_FUEL, MASK_ITEMS = 100_000, 50_000
 
 _LEAST = ("minLength", "minItems", "minProperties")
@@ -41,8 +41,8 @@ def check(kind: str, value: Any) -> None:
     """Raise ValueError if a ``structured_outputs`` setting is larger than a limit.
 
     Args:
-      kind: of ``automata.KINDS``.
-      value: of its form.
+      kind: one of ``automata.KINDS``.
+      value: the setting.
     """
     if kind == "choice":
         _check_count("len(choice)", len(value), MOST_ENTRIES)

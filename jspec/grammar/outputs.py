@@ -30,12 +30,15 @@ def resolved(
       ValueError: no way takes the setting.
     """
     given = automata.setting_of(outputs)
-    known = tokenizer, ends, vocab_size
-    return _first(
-        given,
-        lambda: {"grammar": automata.compiled(automata.pattern_of(given), *known)},
-        lambda: {"followed_grammar": followed.followed(given, *known)},
-    )
+
+    def on_device() -> dict[str, automata.Grammar]:
+        pattern = automata.pattern_of(given)
+        return {"grammar": automata.compiled(pattern, tokenizer, ends, vocab_size)}
+
+    def on_host() -> dict[str, followed.FollowedGrammar]:
+        return {"followed_grammar": followed.followed(given, tokenizer, ends, vocab_size)}
+
+    return _first(given, on_device, on_host)
 
 
 def _first(given: dict[str, Any], on_device: Callable[[], Any], on_host: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ _SPACES += [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x300
 _SPACES += [(0xFEFF, 0xFEFF)]
 _LINE_ENDS = [(10, 10), (13, 13), (0x2028, 0x2029)]
 
-Ranges = list[tuple[int, int]]  # of code points, ends included
+Ranges = list[tuple[int, int]]  # code points, ends included
 
 
 def spelled(pattern: str) -> str:
@@ -123,8 +123,8 @@ def _set(ranges: Ranges) -> str:
     """Return an expression for the spelling of one character of a set."""
     contains = lambda code: any(first <= code <= last for first, last in ranges)
     plain = _not([*_not(ranges), (0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
-    span = lambda first, last: rf"\x{{{first:x}}}-\x{{{last:x}}}"
-    options = [f"[{''.join(span(*each) for each in plain)}]"] if plain else []
+    spans = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in plain)
+    options = [f"[{spans}]"] if plain else []
     options += [rf"\\{letter}" for code, letter in _SHORT.items() if contains(code)]
     options += [rf"\\u{code:04x}" for code in range(32) if contains(code) and code not in _SHORT]
     if not options:

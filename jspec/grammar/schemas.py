@@ -35,7 +35,7 @@ _OF_TYPE = {
 }
 _KINDS = {"string": str, "array": list, "object": dict, "integer": int, "number": int | float}
 _KINDS |= {"boolean": bool, "null": type(None)}
-_DEFINITIONS = ("$defs", "definitions")  # whose schemas are reached by references alone
+_DEFINITIONS = ("$defs", "definitions")  # keys of schemas that only references reach
 # The keywords whose values are maps of schemas, lists of schemas, and schemas.
 _MAPS = ("properties", "patternProperties", *_DEFINITIONS)
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")

@@ -76,11 +76,12 @@ def _of_tags(value: Any) -> str:
         trigger = next(filter(begin.startswith, given["triggers"]), None)
         if trigger is None:
             raise ValueError(f"begin={shown(begin)} starts with none of the triggers")
-        options = dict(trigger=trigger, begin=begin, end=structure["end"])
         schema = structure["schema"]
         if isinstance(schema, dict):
             schema = schemas.with_format_patterns(schema)
-        tags.append(llguidance.StructTag(grammar=schema, **options))
+        tags.append(
+            llguidance.StructTag(trigger=trigger, begin=begin, end=structure["end"], grammar=schema)
+        )
     if not tags:
         raise ValueError("it holds no structure")
     return llguidance.StructTag.to_grammar(tags, assume_special=False)

@@ -77,8 +77,16 @@ def compiled(pattern: str, vocabulary: Vocabulary, most: Most) -> dict[str, np.n
             "matches."
         )
     both = live[owner] & live[following]
-    edges = owner[both], tokens[both], following[both]
-    return _numbered(*edges, live, closes & live, start, vocabulary.ends, vocabulary.size)
+    return _numbered(
+        owner[both],
+        tokens[both],
+        following[both],
+        live,
+        closes & live,
+        start,
+        vocabulary.ends,
+        vocabulary.size,
+    )
 
 
 def _over_bytes(pattern: str, most: Most) -> tuple[np.ndarray, int]:
@@ -100,15 +108,16 @@ def _over_bytes(pattern: str, most: Most) -> tuple[np.ndarray, int]:
     read = numbers(byte for row in rows.values() for byte in row)
     following = numbers(state for row in rows.values() for state in row.values())
     final = np.array(list(index.get_final_states()), np.int64)
-    known = np.sort(states[~np.isin(states, final)])
-    number = lambda ids: np.where(np.isin(ids, final), len(known), np.searchsorted(known, ids))
+    inner_states = np.sort(states[~np.isin(states, final)])
+    size = len(inner_states)
+    number = lambda ids: np.where(np.isin(ids, final), size, np.searchsorted(inner_states, ids))
     owner = np.repeat(states, counts)
     inner = ~np.isin(owner, final) & (read < 256)
-    table = np.full((len(known), 256), _DEAD, np.int32)
+    table = np.full((size, 256), _DEAD, np.int32)
     table[number(owner[inner]), read[inner]] = number(following[inner])
     start = int(table[number(np.array([index.get_initial_state()]))[0], _END[0]])
     # Elsewhere than at the ends, the pattern's "." and "[^a]" match NUL too.
-    table[:, _END[0]] = np.where(table[:, _END[0]] == len(known), len(known), _DEAD)
+    table[:, _END[0]] = np.where(table[:, _END[0]] == size, size, _DEAD)
     return table, start
 
 
@@ -119,7 +128,7 @@ class _Words:
     padded: np.ndarray
     lengths: np.ndarray
     ids: np.ndarray
-    counts: np.ndarray  # of ids of each
+    counts: np.ndarray  # number of ids of each word
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> "_Words":

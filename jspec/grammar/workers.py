@@ -61,7 +61,7 @@ class _Child:
         """Return the reply; None if the process ended.
 
         Raises:
-          Left: nobody waits any more.
+          Left: no reader waits any more.
           TimeoutError: it is later than ``end``, of ``time.monotonic``.
         """
         renice_at = time.monotonic() + _QUICK_SECONDS
@@ -178,7 +178,7 @@ def run(
 
     Args:
       operation: its name.
-      is_read: tells whether anybody still waits for the result.
+      is_read: returns whether a reader still waits for the result.
       vocabulary: of operations over tokens.
       seconds: of processor time; None for ``limits.SECONDS``.
       arguments: of the operation, as JSON has them.
@@ -186,7 +186,7 @@ def run(
     Raises:
       ValueError: the operation raised it.
       MemoryError: it needs more than time or memory allow.
-      Left: nobody waits any more.
+      Left: no reader waits any more.
       TimeoutError: it did not end in ``limits.WAIT_SECONDS``, on this busy machine.
     """
     seconds = limits.SECONDS if seconds is None else seconds

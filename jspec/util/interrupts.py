@@ -13,7 +13,7 @@ class Uninterrupted:
     """
 
     def __enter__(self) -> None:
-        self._frame: FrameType | None = None  # that the first signal has met
+        self._frame: FrameType | None = None  # frame that the first signal interrupted
         self._handler: Any = None
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(handler):

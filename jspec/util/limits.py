@@ -17,11 +17,11 @@ class TooLarge(ValueError):
 class Limit:
     """The largest size of a field of requests."""
 
-    field: str  # that errors name
+    field: str  # name of the field in errors
     most: int | str  # text: the model decides, and ``check`` takes the number
     unit: str
     reason: str
-    flag: str | None = None  # of ``jspec serve``, for another limit
+    flag: str | None = None  # option of ``jspec serve`` that sets another limit
 
     def check(self, size: int, most: int | None = None) -> None:
         """Raise TooLarge if a size is above ``most``; None for the limit of the table."""

@@ -1,12 +1,12 @@
-"""Text for error messages: how to print a value, and the closest known name."""
+"""Text for error messages: how to print a value, and the closest valid name."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Any
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return a clause that suggests the closest known name, "" if none is close.
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """Return a clause that suggests the closest of the ``valid`` names, "" if none is close.
 
     Case does not count.
 
@@ -19,7 +19,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """
     if not isinstance(name, str):
         return ""
-    spelled = {each.lower(): each for each in known}
+    spelled = {each.lower(): each for each in valid}
     matches = difflib.get_close_matches(name.lower(), spelled, n=1)
     return f"; did you mean {spelled[matches[0]]!r}?" if matches else ""
 

@@ -35,7 +35,7 @@ class Results:
 
         Args:
           key: decides about the result.
-          make: returns the result; called with a function that tells whether anybody still waits.
+          make: returns the result; called with a function that is true while a reader waits.
           size_of: bytes of a result.
 
         Raises:
@@ -61,7 +61,7 @@ class Results:
                 raise Left
 
     def clear(self) -> None:
-        """Forget all results."""
+        """Drop all results."""
         with self._lock:
             self._cached.clear()
             self._num_bytes = 0

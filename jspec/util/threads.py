@@ -28,14 +28,14 @@ class DaemonThreads:
         self._calls = queue.SimpleQueue()
         self._num_threads = 0
         self._closed = threading.Event()
-        self._left: set[threading.Event] = set()  # of calls that wait or run
+        self._left: set[threading.Event] = set()  # events of calls that wait or run
 
     def submit(self, call: Callable[[], Any], left: threading.Event | None = None) -> Future[Any]:
         """Return the future result of a call.
 
         Args:
           call: what to run.
-          left: set when nobody waits for the result any more; ``leaving`` ends its work.
+          left: set when no caller waits for the result any more; ``leaving`` ends its work.
 
         Raises:
           RuntimeError: the threads were closed.

@@ -1,6 +1,6 @@
 """Block verification: chains and trees are judged as a whole (trees by traversal verification).
 
-A good later token makes up for a doubtful earlier one, so the rule accepts at least as much as
+A likely later token makes up for an unlikely earlier one, so the rule accepts at least as much as
 token-by-token rejection (arXiv 2403.10444 for chains, 2505.12398 for trees).
 """
 

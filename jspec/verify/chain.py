@@ -20,7 +20,7 @@ class ChainProbs(NamedTuple):
 
 
 def is_chain(draft: Draft) -> bool:
-    """Return whether a draft with distributions is known to be a chain when tracing."""
+    """Return whether a draft with distributions is a chain, which tracing decides."""
     return draft.logits is not None and trees.is_chain(draft.parents)
 
 
@@ -84,9 +84,10 @@ def conclude(
 def _over_target_ids(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
     """log q of the refused node over all target ids [B, V]; one-hot for a deterministic node."""
     if draft.draft_to_target is not None:
-        options = dict(indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
         empty = jnp.full_like(like, -jnp.inf)
-        log_q = empty.at[:, draft.draft_to_target].set(log_q, **options)
+        log_q = empty.at[:, draft.draft_to_target].set(
+            log_q, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
+        )
     if draft.sampled is None:
         return log_q
     node = jnp.minimum(num_accepted + 1, draft.tokens.shape[1] - 1)[:, None]

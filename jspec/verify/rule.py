@@ -24,12 +24,12 @@ class Rule:
     name: str
     walk: Walk  # a function or a frozen dataclass: plans must be hashable
     randomness: Randomness
-    exact_for: frozenset[Proposal]  # whose output has the target's distribution; none if lossy
+    exact_for: frozenset[Proposal]  # proposals with the target's output distribution; none if lossy
     deterministic_rule: "Rule | None" = None  # judges deterministic drafts instead of this one
     shares_noise: bool = False  # whether the drafter draws with the target's noise
     lossless: bool = True  # False changes the output distribution, and judges any proposal
     greedy_is_match: bool = True  # whether the rule equals ``match`` at temperature 0
-    depths: tuple[int, int | None] = (0, None)  # of drafts, that the settings are for; None: any
+    depths: tuple[int, int | None] = (0, None)  # least and most depth of drafts; None: any
     # The kernel of ``ops.rejection_sampling`` that runs instead of ``walk``, with the same verdict
     # up to float32 rounding. None runs ``walk``; no kernel was measured faster.
     implementation: str | None = None

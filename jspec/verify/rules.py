@@ -27,9 +27,16 @@ def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
 def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
     """Return lossy acceptance at given rates, for benchmarks; see ``Synthetic``."""
     walk = Synthetic(rates if rates is None else tuple(rates), length)
-    options = dict(lossless=False, greedy_is_match=False, depths=walk.depths)
-    summary = "for benchmarks: accept any draft, at given rates"
-    return Rule("synthetic", walk, "round", frozenset(), summary=summary, **options)
+    return Rule(
+        "synthetic",
+        walk,
+        "round",
+        frozenset(),
+        depths=walk.depths,
+        lossless=False,
+        greedy_is_match=False,
+        summary="for benchmarks: accept any draft, at given rates",
+    )
 
 
 _SUMMARIES = {

@@ -4,7 +4,7 @@ import numpy as np
 
 import jspec
 from tests import tiny
-from training.batches import Batch
+from training.data.batch import Batch
 from training.tasks.acceptance import AcceptanceSettings, acceptance_meter, held_out_prompts
 
 SETTINGS = AcceptanceSettings(acceptance_prompts=4, max_new_tokens=24, temperatures=(0.0,))

@@ -10,17 +10,18 @@ import pytest
 
 from tests import tiny
 from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
-from training.batches import Batch
+from training.data.batch import Batch
 from training.losses import guesses
-from training.slots import SlotRecipe
-from training.task import Frozen, Ratio
-from training.tasks.dflash_task import PUBLISHED as DFLASH_PUBLISHED
-from training.tasks.dflash_task import DFlashTask
+from training.losses.slots import SlotRecipe
+from training.networks.forward import Frozen
+from training.tasks.dflash import PUBLISHED as DFLASH_PUBLISHED
+from training.tasks.dflash import DFlashTask
 from training.tasks.draft import DraftRecipe, DraftTask, ParallelDraftTask
 from training.tasks.eagle_task import PARALLEL, PUBLISHED, EagleTask, ParallelEagleTask
 from training.tasks.medusa import MedusaRecipe, MedusaTask
 from training.tasks.mtp import MtpRecipe, MtpTask
 from training.tasks.stages import StagesRecipe, StagesTask
+from training.trainer.task import Ratio
 
 TARGET = tiny.TARGET.config
 EVERY = SlotRecipe(depths=2, retention=1.0)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.training import toy
 from training import data, trainer
-from training.command import run_command
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.programs import TrainState
+from training.util.command import run_command
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
-from training import block_attention
-from training.batches import Batch
-from training.task import Frozen
-from training.tasks.dflash_task import PUBLISHED, DFlashTask, Recipe, draw_blocks, row_weights
+from training.data.batch import Batch
+from training.networks import attention
+from training.networks.forward import Frozen
+from training.tasks.dflash import PUBLISHED, DFlashTask, Recipe, draw_blocks, row_weights
 
 TARGET = DecoderConfig(
     vocab_size=40,
@@ -162,7 +162,7 @@ def block_loss(recipe, logits, chances, truth, labels, counts, vocabulary):
     ],
 )
 def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, with one left over
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)  # two blocks at a time, with one left over
     config, recipe = RECIPES[name]
     vocabulary = jnp.asarray(VOCABULARY) if config.reduced else None
     params, key = loud(dflash.init_params(jax.random.key(2), config)), jax.random.key(3)

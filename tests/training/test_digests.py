@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training.digests import same_weights, tree_digest, weights_digest
+from training.util.digests import same_weights, tree_digest, weights_digest
 
 WEIGHTS = {
     "matrix": jax.random.normal(jax.random.key(0), (3, 4, 5)).astype(jnp.bfloat16),

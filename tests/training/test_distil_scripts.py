@@ -278,19 +278,6 @@ def test_options_that_decide_the_best_weights_must_not_change(words, resumed, tm
     assert distil("medusa", [*resumed, "--eval-windows", "1"]) == 0  # a number beside others
 
 
-def test_a_run_resumes_whose_record_lacks_the_measurement_of_acceptance(resumed, tmp_path, capsys):
-    run = tmp_path / "run"
-    record = early_record(run)
-    how = ("num_speculative_tokens", "prompt_tokens", "max_new_tokens", "temperatures")
-    for name in how:
-        del record["identity"][name]
-    record["identity"]["acceptance_prompts"] = "some"
-    recorded(run).write_text(json.dumps(record))
-    assert distil("medusa", [*resumed, "--acceptance-prompts", "0"]) == 2
-    assert "--acceptance-prompts 0 (was 'some')" in capsys.readouterr().err
-    assert distil("medusa", resumed) == 0
-
-
 @pytest.mark.parametrize(
     ("method", "few"),
     [
@@ -311,7 +298,7 @@ def test_an_option_without_effect_may_change(resumed, tmp_path, capsys):
     run = tmp_path / "run"
     record = early_record(run)
     record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
-    # As 0.1.0 wrote it: with a field that is gone, and in another order.
+    # As 0.2.0 wrote it: with a field that is gone, and in another order.
     name, _, fields = record["identity"]["heads"].partition("(")
     fields = ["one_stem=False", *reversed(fields.removesuffix(")").split(", "))]
     record["identity"]["heads"] = f"{name}({', '.join(fields)})"

@@ -10,9 +10,9 @@ import jspec
 from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
-from training.batches import Batch
+from training.data.batch import Batch
 from training.losses.distances import LOSSES
-from training.task import Frozen
+from training.networks.forward import Frozen
 from training.tasks.draft import DraftRecipe, DraftTask, sample_continuations
 
 

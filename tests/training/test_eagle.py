@@ -16,9 +16,9 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.features import TaughtBatch
-from training.task import Frozen
+from training.networks.forward import Frozen
 from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states, totals_of
 
 TARGET = DecoderConfig(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.features import cached
 from training.data.loader import batches
-from training.locks import alone
+from training.util.locks import alone
 
 WIDTH, LENGTH, COUNT = 4, 6, 21
 

@@ -18,7 +18,7 @@ from jspec.checkpoints import checkpoint
 from tests import llm_fixtures
 from training import generate_data
 from training.data.settings import DataSettings, open_data
-from training.locks import alone
+from training.util.locks import alone
 
 ROOT = Path(__file__).parents[2]
 CHATS = [

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from training.batches import Batch
+from training.data.batch import Batch
 from training.tasks.acceptance import held_out_prompts
 
 

@@ -7,12 +7,13 @@ import pytest
 from jspec.checkpoints.loading import LoadedModel
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import command, distill
-from training.batches import Batch
+from training import distill
+from training.data.batch import Batch
 from training.data.packing import pack
 from training.data.settings import Data
 from training.data.token_file import TokenFile
-from training.task import Ratio
+from training.trainer.task import Ratio
+from training.util.command import parse
 
 SIZES = DecoderConfig(
     vocab_size=40,
@@ -66,7 +67,7 @@ def test_a_shorter_window_is_refused_with_the_least_length(method, options, opti
 @pytest.mark.parametrize(("method", "options", "option", "least"), CASES, ids=NAMES)
 def test_every_guess_has_a_label_at_the_least_length_and_not_below(method, options, option, least):
     argv, kind = words(options, least), distill.METHODS[method]
-    settings = command.parse(kind.options(argv), argv, module="", description="")
+    settings = parse(kind.options(argv), argv, module="", description="")
     params = decoder.init_params(jax.random.key(0), SIZES)
     tokens = np.arange(1, 31, dtype=np.uint16)
     file = TokenFile(tokens, np.ones(30, bool), np.array([30]), np.zeros((1, 2), np.uint64), {})

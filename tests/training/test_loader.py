@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.training import toy
-from training.batches import Batch
 from training.data import batches, held_out
+from training.data.batch import Batch
 
 
 class Rows:

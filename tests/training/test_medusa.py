@@ -12,8 +12,8 @@ from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig
-from training.batches import Batch
-from training.task import Frozen
+from training.data.batch import Batch
+from training.networks.forward import Frozen
 from training.tasks.medusa import JointParams, MedusaRecipe, MedusaTask
 
 TARGET = DecoderConfig(

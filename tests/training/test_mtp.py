@@ -13,7 +13,7 @@ from jspec.models.heads import eagle
 from tests import tiny
 from tests.drafters import heads, mtps
 from tests.training import texts
-from training.task import Frozen
+from training.networks.forward import Frozen
 from training.tasks.eagle import HeadSettings, head_config
 from training.tasks.mtp import MtpRecipe, MtpTask, early_exit
 

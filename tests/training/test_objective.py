@@ -7,10 +7,10 @@ import pytest
 from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import attention
-from training.forward import head_of, hidden_states
-from training.linear import LINEARS
 from training.losses import chunks
+from training.networks import attention
+from training.networks.forward import head_of, hidden_states
+from training.networks.linear import LINEARS
 
 CONFIG = DecoderConfig(
     vocab_size=50,

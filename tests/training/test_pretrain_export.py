@@ -6,8 +6,8 @@ import pytest
 
 from jspec.checkpoints import checkpoint
 from training import pretrain
-from training.forward import head_of, hidden_states
-from training.provenance import without_folders
+from training.networks.forward import head_of, hidden_states
+from training.util.provenance import without_folders
 
 
 @pytest.fixture

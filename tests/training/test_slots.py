@@ -18,11 +18,11 @@ from jspec.models.heads import eagle
 from jspec.models.heads.network import embed
 from tests import tiny
 from tests.drafters import heads, peagle, rounds
-from training import slots
-from training.attention import causal
-from training.batches import Batch
-from training.slots import SlotRecipe
-from training.task import Frozen
+from training.data.batch import Batch
+from training.losses import slots
+from training.losses.slots import SlotRecipe
+from training.networks.attention import causal
+from training.networks.forward import Frozen
 from training.tasks.draft import DraftRecipe, ParallelDraftTask
 from training.tasks.eagle_task import PARALLEL, ParallelEagleTask
 

@@ -13,7 +13,7 @@ from tests.drafters import heads, hydras, speculators
 from tests.drafters.test_hydra import reference_of as hydra_in_torch
 from tests.drafters.test_mlp_speculator import reference_of as speculator_in_torch
 from tests.training import texts
-from training.task import Frozen
+from training.networks.forward import Frozen
 from training.tasks.stages import StagesRecipe, StagesTask
 
 TARGET, DECAY = tiny.TARGET.config, 0.7

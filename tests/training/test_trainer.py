@@ -13,13 +13,13 @@ import pytest
 
 from tests.training import toy
 from training import data, trainer
-from training.command import run_command
-from training.errors import TrainingError
-from training.locks import alone
-from training.task import Ratio
 from training.trainer import loop
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Means, read_log
+from training.trainer.task import Ratio
+from training.util.command import run_command
+from training.util.errors import TrainingError
+from training.util.locks import alone
 
 
 def same(left, right) -> bool:

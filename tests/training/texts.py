@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tests import tiny
-from training.batches import Batch
+from training.data.batch import Batch
 
 FIRST, SECOND = 9, 6
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from training import data, trainer
-from training.batches import Batch
-from training.task import Ratio
+from training.data.batch import Batch
 from training.trainer import TrainerSettings
+from training.trainer.task import Ratio
 
 VOCAB, WIDTH, LENGTH = 16, 8, 12
 

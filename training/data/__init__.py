@@ -3,8 +3,9 @@
 ``sources`` cleans source trees, ``readers`` and ``files`` read other data, ``records`` and
 ``messages`` define lines of JSON, ``chat`` renders conversations. ``encode`` and ``token_file``
 tokenise once, ``split`` holds data out, ``packing`` makes windows, ``loader`` shuffles them into
-batches, ``settings`` are the options. ``ledger``, ``coverage`` and ``report`` account for every
-record. ``corpus`` prepares the data of ``pretrain``, ``prompts`` those of ``generate_data``.
+batches, each a ``Batch`` of ``batch``; ``settings`` are the options. ``ledger``, ``coverage`` and
+``report`` account for every record. ``corpus`` prepares the data of ``pretrain``, ``prompts`` those
+of ``generate_data``.
 """
 
 from training.data.corpus import Corpus, Windows, open_corpus, prepare

@@ -37,7 +37,7 @@ Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is
 class ChatTemplate:
     """A template and the tokenizer that reads its texts."""
 
-    tokenizer: Any  # of ``transformers``, a fast one
+    tokenizer: Any  # fast tokenizer of ``transformers``
     source: str  # Jinja
 
     @functools.cached_property
@@ -232,7 +232,7 @@ class ChatTemplate:
         )
         try:
             return render(messages)
-        except Exception as error:  # of Jinja, or raised by the template
+        except Exception as error:  # an error of Jinja, or one that the template raises
             reason = " ".join(str(error).split())[:300]
         if any("tool_calls" in message for message in messages):
             try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.sources import Document, find_documents, is_package, print_left_out
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 

@@ -38,8 +38,8 @@ class Encoded:
 class Encoder:
     """A tokenizer, and all that decides the tokens of a record."""
 
-    tokenizer: Any  # of ``transformers``
-    vocab_size: int  # of the model that reads the tokens
+    tokenizer: Any  # tokenizer of ``transformers``
+    vocab_size: int  # size of the embedding of the model that reads the tokens
     chat_template: str = ""  # file of a template; "" for the tokenizer's own
 
     @functools.cached_property
@@ -101,9 +101,11 @@ class Encoder:
         ]
 
     def _chats(self, records: list[Chat], ledger: Ledger) -> list[list[chat.Example]]:
-        refuse = lambda number, reason: ledger.refuse(records[number].where, reason)
-        ignore = lambda part: ledger.source.unused.update([part])
-        return self.template.examples(records, refuse, ignore)
+        return self.template.examples(
+            records,
+            refuse=lambda number, reason: ledger.refuse(records[number].where, reason),
+            ignore=lambda part: ledger.source.unused.update([part]),
+        )
 
     def _texts(self, records: list[Text], _: Ledger) -> list[list[chat.Example]]:
         ids: list[list[int]] = [[]] * len(records)

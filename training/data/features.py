@@ -24,11 +24,11 @@ from jax.experimental import multihost_utils
 
 from jspec.core.types import Array
 from jspec.util import atomic_files
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.loader import Rows
-from training.errors import adding_filename, bad_option
-from training.locks import alone
-from training.progress import progress
+from training.util.errors import adding_filename, bad_option
+from training.util.locks import alone
+from training.util.progress import progress
 
 _TOGETHER = 8  # windows of one forward pass
 _FLUSH = 64  # passes between flushes to disk
@@ -59,10 +59,16 @@ class CachedRows:
 
     def __getitem__(self, index: int) -> TaughtBatch:
         row, features = self.rows[index], np.asarray(self.features[index])
-        states = {"captured": features[:, :-1], "normed": features[:, -1]}
-        if self.totals is not None:
-            states |= {name: np.array(self.totals[index][name]) for name in _TOTALS.names}
-        return TaughtBatch(row.tokens, row.segments, row.weights, **states)
+        batch = TaughtBatch(
+            row.tokens,
+            row.segments,
+            row.weights,
+            captured=features[:, :-1],
+            normed=features[:, -1],
+        )
+        if self.totals is None:
+            return batch
+        return batch.replace(**{name: np.array(self.totals[index][name]) for name in _TOTALS.names})
 
 
 def cached(

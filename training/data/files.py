@@ -16,7 +16,7 @@ from training.data.records import Record, Text, kinds, read_record, unused_keys
 LINES = (".jsonl", ".ndjson")
 _JSON = (*LINES, ".json")
 _SECTION = 1 << 16  # characters of plain text that are tokenised at once
-_BOM = b"\xef\xbb\xbf"  # of UTF-8; some editors begin a file with it
+_BOM = b"\xef\xbb\xbf"  # UTF-8's mark, with which some editors begin a file
 # First bytes of files in other formats, and the remedy.
 _FOREIGN = {
     b"\x1f\x8b": "it is compressed; unpack it",
@@ -28,7 +28,7 @@ _FOREIGN = {
     b"ARROW1": "it is an Arrow file; save it as JSON lines, or with save_to_disk of datasets",
 }
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes; a zero byte follows soon
-_HEAD = 4096  # bytes that tell whether a file holds text
+_HEAD = 4096  # first bytes, by which a file of text is recognised
 
 Entry = tuple[int, str, Any]  # bytes, place in the source, object
 
@@ -39,7 +39,7 @@ class Source:
 
     name: str  # for messages and the provenance, without folders
     size: int  # sum of the sizes that ``read`` yields, for progress bars
-    digest: str  # of everything that the records depend on
+    digest: str  # digest of everything that the records depend on
     read: Callable[[Ledger], Iterator[tuple[int, Record]]]  # yields (size, record) one by one
     vocabulary: str = ""  # digest of the vocabulary of records of tokens; "" if unknown
 
@@ -59,8 +59,9 @@ def source_of(path: Path, data_format: str) -> Source:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if path.suffix in _JSON or looks_like_json(first):
         is_list = path.suffix == ".json" and first.lstrip().startswith(b"[")
-        entries = lambda ledger: _list(path) if is_list else _lines(path, ledger)
-        read = lambda ledger: recognised(entries(ledger), data_format, ledger)
+        read = lambda ledger: recognised(
+            _list(path) if is_list else _lines(path, ledger), data_format, ledger
+        )
     else:
         read = lambda ledger: sections(path.name, _opened(path), ledger)
     beside, vocabulary = provenance_of(path), ""

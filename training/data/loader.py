@@ -6,7 +6,7 @@ import grain
 import jax
 import numpy as np
 
-from training.batches import Batch
+from training.data.batch import Batch
 
 _READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)  # batches
 

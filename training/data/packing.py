@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.loader import Rows
 from training.data.token_file import TokenFile
 

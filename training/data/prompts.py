@@ -19,11 +19,11 @@ class Prompt:
 
     where: str  # file and line
     key: str  # a hash of the prompt, with a hyphen and a number if it was asked before
-    token_ids: tuple[int, ...] = ()  # of a text; () for a conversation
-    # of a conversation: the messages before each answer of the target, without the answers; one
-    # empty turn for a text.
+    token_ids: tuple[int, ...] = ()  # tokens of a text; () for a conversation
+    # Messages of a conversation before each answer of the target, without the answers; one empty
+    # turn for a text.
     turns: tuple[Messages, ...] = ((),)
-    tools: Tools = ()  # of a conversation
+    tools: Tools = ()  # tools of a conversation
     length: int = 0  # tokens before the first answer
 
     def messages(self, answers: Sequence[str]) -> list[dict]:

@@ -14,7 +14,7 @@ from training.data import files, sources
 from training.data.files import Source
 from training.data.ledger import Ledger
 from training.data.records import Record, Text
-from training.errors import check_least
+from training.util.errors import check_least
 
 _EXAMPLE = 1 << 10  # assumed bytes of a dataset's example, for progress bars
 
@@ -146,7 +146,7 @@ def _examples(name: str, data_format: str) -> Source:
     if name.startswith("hf:"):
         try:
             dataset = datasets.load_dataset(where, split=split or "train")
-        except Exception as error:  # of the hub, of its format, or of a script
+        except Exception as error:  # errors of the hub, of the format or of a script
             reason = " ".join(str(error).split())
             raise ValueError(f"data {name!r} cannot be loaded: {reason}") from None
     else:
@@ -170,6 +170,9 @@ def _examples(name: str, data_format: str) -> Source:
             example = f"{Path(where).name} example {number + 1}"
             raise ValueError(f"{example}: no UTF-8 ({error.reason}); mend the data") from None
 
-    read = lambda ledger: files.recognised(entries(), data_format, ledger)
-    digest = f"{data_format} {dataset._fingerprint}"
-    return Source(Path(where).name, len(dataset) * _EXAMPLE, digest, read)
+    return Source(
+        Path(where).name,
+        len(dataset) * _EXAMPLE,
+        f"{data_format} {dataset._fingerprint}",
+        lambda ledger: files.recognised(entries(), data_format, ledger),
+    )

@@ -1,6 +1,6 @@
 """Records of training data, one a line: a text, a conversation, or tokens.
 
-Every known spelling is listed here; a line that can be read in two ways is refused.
+Every accepted spelling is listed here; a line that can be read in two ways is refused.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Tokens:
     where: str  # as in ``Text``
     prompt: tuple[int, ...]  # ids that are no labels, may be none
     answer: tuple[int, ...]  # ids that are labels, at least one
-    key: str = ""  # of the conversation in a generated file; all its turns have it
+    key: str = ""  # key of a conversation in a generated file; all its turns have it
 
     @property
     def group(self) -> int:
@@ -89,7 +89,7 @@ def read_record(line: Any, where: str, data_format: str = "auto") -> Record:
     ``data_format`` is one of FORMATS; "auto" goes by the keys.
 
     Raises:
-      ValueError: it has no known form, or more than one, or is damaged; the message names no place.
+      ValueError: it has no form, or more than one, or is damaged; the message names no place.
     """
     if not isinstance(line, Mapping):
         raise ValueError(f"{_short(line)} is no JSON object")

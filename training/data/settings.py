@@ -16,7 +16,7 @@ from training.data.packing import LongDocuments, PackedRows, Packing, pack
 from training.data.readers import SourceSettings, find
 from training.data.split import are_linked, is_held_out, split_facts
 from training.data.token_file import tokenized
-from training.errors import bad_option, check_choice, check_each, check_least
+from training.util.errors import bad_option, check_choice, check_each, check_least
 
 
 @dataclasses.dataclass(frozen=True)

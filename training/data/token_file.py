@@ -17,8 +17,8 @@ import numpy as np
 from training.data.encode import Encoded, Encoder, vocabulary_digest
 from training.data.files import Source
 from training.data.ledger import Ledger
-from training.errors import adding_filename
-from training.progress import progress
+from training.util.errors import adding_filename
+from training.util.progress import progress
 
 _BATCH = 512  # records that the tokenizer gets at once
 _RECORD = "tokens.json"

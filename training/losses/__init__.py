@@ -1,1 +1,5 @@
-"""Losses of drafters: distances between distributions, and means over all rows of a batch."""
+"""Losses of drafters: distances between distributions, and means over all rows of a batch.
+
+``guesses`` is the loss of guessed tokens, which ``unrolled`` makes one after another and ``slots``
+in one pass.
+"""

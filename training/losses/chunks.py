@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jspec.core.types import Array
 from jspec.models.blocks.arithmetic import Linear
-from training.task import Metrics
+from training.trainer.task import Metrics
 
 Score = Callable[[Any, Any, Any], Metrics]
 
@@ -63,8 +63,10 @@ def mean_by_chunks(
         return jnp.moveaxis(parts, 0, 1).reshape(batch, count * size, *like.shape[2:])[:, :length]
 
     def sums_of(x, weights, fixed, inside):
-        mean = lambda value: jnp.where(inside, value, 0).sum() / (batch * length)
-        sums = jax.tree.map(mean, score(x, weights, fixed))
+        sums = jax.tree.map(
+            lambda value: jnp.where(inside, value, 0).sum() / (batch * length),
+            score(x, weights, fixed),
+        )
         return sums["loss"], sums
 
     pieces = lambda x: (*jax.tree.map(split, (x, fixed)), inside.reshape(count, size))
@@ -84,8 +86,10 @@ def mean_by_chunks(
         sums = jax.tree.map(lambda value: value.sum(0), parts)
         return sums, (jax.tree.map(joined, grad_x, x), grad_weights)
 
+    def scaled(grads, cotangents):
+        return jax.tree.map(lambda grad: grad * cotangents["loss"], grads)
+
     means = jax.custom_vjp(forward)
-    scaled = lambda grads, cotangents: jax.tree.map(lambda g: g * cotangents["loss"], grads)
     means.defvjp(forward_with_grads, scaled)
     return means(x, weights)
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from jspec.core.types import Array
 from jspec.models.blocks.arithmetic import Linear, affine
-from training.forward import head_of
 from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
 from training.losses.distances import LOSSES, GuessLoss, overlap_of
-from training.task import Frozen, Metrics, Ratio
+from training.networks.forward import Frozen, head_of
+from training.trainer.task import Metrics, Ratio
 
-# values(log p [B, t, 1, Vd], log q [B, t, S, Vd], rows of x, of states, labels [B, t, 1]) -> values
-# of the guesses [B, t, S]; one is named "loss"
+# Maps log p [B, t, 1, Vd], log q [B, t, S, Vd], rows of x and of states, and labels [B, t, 1] to
+# values of the guesses [B, t, S]; one is named "loss".
 Values = Callable[[Array, Array, Array, Array, Array], dict[str, Array]]
 
 
@@ -24,10 +24,10 @@ class Rows(NamedTuple):
 
     states: Array  # [B, R, D], the target's last hidden states after its norm
     labels: Array  # int32 [B, R], the tokens behind the rows
-    weights: Array  # float32 [B, R, S], of the guesses
+    weights: Array  # float32 [B, R, S], a weight for each guess
     # int32 [S] or [R, S], the k of each guess; None if there is one a row, without a number
     depths: np.ndarray | None
-    # If known, a reduced vocabulary needs no other logits: float32 and int32 [B, R], log of the
+    # If given, a reduced vocabulary needs no other logits: float32 and int32 [B, R], log of the
     # sum of the exponentials of the target's logits, and the token with the largest.
     log_total: Array | None = None
     likeliest: Array | None = None
@@ -38,7 +38,7 @@ def target_probs(
 ) -> tuple[Array, Array]:
     """Return the target's log p [..., Vd] of rows, and float32 [...] masks of rows.
 
-    ``output`` [D, V] is the target's output matrix, or [D, Vd] if the rows' totals are known.
+    ``output`` [D, V] is the target's output matrix, or [D, Vd] if the rows hold their totals.
     ``size`` counts the tokens of a padded vocabulary; None for all.
 
     Over a reduced vocabulary int32 [Vd], the losses ``ce``, ``kl``, ``reverse_kl`` and ``jsd``

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
-from training.attention import causal
-from training.batches import Batch
+from training.data.batch import Batch
 from training.losses.guesses import Rows
+from training.networks.attention import causal
 
 
 def align(outputs: Sequence[Array]) -> Array:

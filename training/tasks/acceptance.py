@@ -10,8 +10,8 @@ from jspec.core.types import Drafter, Params, Target
 from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from training.data.loader import Rows
-from training.errors import bad_option, check_least
 from training.trainer import gather
+from training.util.errors import bad_option, check_least
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The draft model is a checkpoint with the target's vocabulary (``--draft DIR``), or starts as a few
 layers of the target. It is trained on text, on answers of the target, or on its own continuations
 (on-policy, arXiv 2310.08461), which the weights of the step sample inside the step. With
-``--parallel`` it learns to guess several tokens in one pass (PARD).
+``--parallel`` it learns to guess several tokens in one pass (PARD). Drafters:
+``jspec.drafters.draft_model.sequential`` and ``jspec.drafters.draft_model.parallel``.
 """
 
 import dataclasses
@@ -24,18 +25,18 @@ from jspec.drafters.draft_model.sequential import DraftModel
 from jspec.drafters.draft_model.vocabularies import check_same
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.settings import Data
-from training.errors import bad_option, check_choice, check_each, check_least, check_positive
-from training.forward import head_of, packed_states
-from training.linear import LINEARS
 from training.losses.chunks import take
 from training.losses.distances import LOSSES, LossName
 from training.losses.guesses import Rows, judge
-from training.slots import SlotRecipe, attend_to, choose
-from training.task import Frozen, Metrics
+from training.losses.slots import SlotRecipe, attend_to, choose
+from training.networks.forward import Frozen, head_of, packed_states
+from training.networks.linear import LINEARS
 from training.tasks import method
 from training.trainer import TrainerSettings
+from training.trainer.task import Metrics
+from training.util.errors import bad_option, check_choice, check_each, check_least, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class DraftRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class DraftTask:
-    """A draft model in training: a ``training.task.Task``."""
+    """A draft model in training: a ``training.trainer.task.Task``."""
 
     draft: DecoderConfig  # sizes of the draft model
     # sizes of the target. If one vocabulary is padded, only the common part counts.
@@ -179,14 +180,14 @@ def sample_continuations(
     """
     batch, prompt_length = prompts.shape
     params = jax.lax.stop_gradient(params)
-    every = lambda size: jnp.broadcast_to(jnp.arange(size), (batch, size))
 
     def feed(cache: kv_cache.KVCache, tokens: Array) -> tuple[kv_cache.KVCache, Array]:
         size = tokens.shape[1]
         tree = trees.from_parents(trees.chain(size - 1), size - 1)
         out = decoder.forward(params, config, tokens, tree, cache)
         count = jnp.full((batch,), size, jnp.int32)
-        return kv_cache.append(cache, out.tree_kv, every(size), count), out.logits[:, -1]
+        every = jnp.broadcast_to(jnp.arange(size), (batch, size))
+        return kv_cache.append(cache, out.tree_kv, every, count), out.logits[:, -1]
 
     def step(carry, key):
         cache, logits = carry
@@ -261,8 +262,9 @@ def initial_model(
     """Return sizes, weights and config.json of the draft model before training."""
     if settings.draft:
         draft = loading.load(settings.draft, "float32")
-        sizes = target.config.vocab_size, draft.config.vocab_size
-        check_same(*sizes, target.tokenizer, draft.tokenizer)
+        check_same(
+            target.config.vocab_size, draft.config.vocab_size, target.tokenizer, draft.tokenizer
+        )
         return draft.config, draft.params, draft.raw_config
     picked, layers = settings.draft_layers, target.config.num_layers
     if not all(0 <= layer < layers for layer in picked) or list(picked) != sorted(set(picked)):

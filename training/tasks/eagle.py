@@ -1,4 +1,7 @@
-"""The method ``eagle``: EAGLE-1, HASS, EAGLE-3 and P-EAGLE heads."""
+"""The method ``eagle``: EAGLE-1, HASS, EAGLE-3 and P-EAGLE heads.
+
+Drafter: ``jspec.drafters.eagle`` and ``jspec.drafters.parallel_eagle``.
+"""
 
 import dataclasses
 import functools
@@ -17,10 +20,8 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached
 from training.data.settings import Data
-from training.digests import weights_digest
-from training.errors import bad_option, check_each, check_least
 from training.export import EagleFormat
-from training.task import Frozen
+from training.networks.forward import Frozen
 from training.tasks import method
 from training.tasks.eagle_task import (
     PARALLEL,
@@ -32,6 +33,8 @@ from training.tasks.eagle_task import (
     target_states,
     totals_of,
 )
+from training.util.digests import weights_digest
+from training.util.errors import bad_option, check_each, check_least
 
 _NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
 
@@ -43,7 +46,7 @@ class HeadSettings:
     # hidden states of the target that an EAGLE-3 head reads, as Hugging Face counts them (default:
     # second, middle and last but two; spread evenly if the target is too shallow)
     capture_layers: tuple[int, ...] = ()
-    # tokens that an EAGLE-3 head knows, the most frequent ones of the data (0: all)
+    # size of an EAGLE-3 head's vocabulary, the most frequent tokens of the data (0: all)
     draft_vocab_size: int = 0
     head_layers: int = 0  # blocks (0: one, or four with --parallel)
     intermediate_size: int = 0  # width of the feed-forward (0: as in the target)
@@ -203,10 +206,10 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
             mask = method.mask_token(parallel.mask_token, data, sizes.vocab_size)
         config = head_config(settings.head, settings.variant, sizes, mask)
         vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
-    begin = {"start": settings.head.start}
-    task, drafter, slots = functools.partial(EagleTask, **begin), Eagle, {}
+    begin = settings.head.start
+    task, drafter, slots = functools.partial(EagleTask, start=begin), Eagle, {}
     if parallel.parallel:
-        task = functools.partial(ParallelEagleTask, **begin, slots=parallel.slots)
+        task = functools.partial(ParallelEagleTask, start=begin, slots=parallel.slots)
         drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
     head = method.head_build(
         settings,
@@ -215,7 +218,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         start,
         task,
         drafter,
-        identity={"variant": settings.variant} | begin | slots,
+        identity={"variant": settings.variant, "start": begin} | slots,
         vocabulary=vocabulary,
         format=settings.format,
     )

@@ -22,18 +22,18 @@ from jspec.models.blocks.norms import rms_norm
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.features import TaughtBatch
-from training.errors import bad_option, check_choice, check_least
-from training.forward import draft_output, head_of, packed_states
-from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.chunks import loss_chunk
 from training.losses.distances import LOSSES, LossName
 from training.losses.guesses import Rows, judge
-from training.slots import SlotRecipe, attend_to, choose
-from training.task import Frozen, Metrics
+from training.losses.slots import SlotRecipe, attend_to, choose
+from training.networks.forward import Frozen, draft_output, head_of, packed_states
+from training.networks.linear import LINEARS
 from training.tasks.method import float32
+from training.trainer.task import Metrics
+from training.util.errors import bad_option, check_choice, check_least
 
 VARIANTS = ("eagle1", "hass", "eagle3")
 HASS_TOP_K = 10  # tokens of the target in HASS's extra loss
@@ -86,7 +86,7 @@ PARALLEL = Recipe(unroll=1, loss="kl")  # as published; one pass has no steps
 
 @dataclasses.dataclass(frozen=True)
 class EagleTask:
-    """An EAGLE head in training: a ``training.task.Task``."""
+    """An EAGLE head in training: a ``training.trainer.task.Task``."""
 
     head: EagleConfig  # sizes of the head
     target: DecoderConfig  # sizes of the target

@@ -1,7 +1,7 @@
 """The method ``hydra``: Hydra heads, each of which guesses one token further.
 
 ``--variant hydra++`` gives them a prefix layer with attention and more blocks, and trains them on
-the target's distribution.
+the target's distribution. Drafter: ``jspec.drafters.hydra``.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jspec.checkpoints.loading import LoadedModel
 from jspec.drafters.hydra import Hydra
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training.data.settings import Data
-from training.errors import bad_option, check_least
 from training.tasks import method
 from training.tasks.stages import StagesRecipe, StagesTask
 from training.trainer import TrainerSettings
+from training.util.errors import bad_option, check_least
 
 VARIANTS = ("hydra", "hydra++")
 # arXiv 2402.05109, sections 3 and 4

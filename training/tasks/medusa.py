@@ -2,7 +2,7 @@
 
 Head i reads the target's last hidden state h_j, after its norm, and predicts t_{j+2+i}. Medusa-1
 leaves the target unchanged. Medusa-2 (``--joint``) trains it too, from heads of an earlier run
-(``--heads RUN/export``), and exports both.
+(``--heads RUN/export``), and exports both. Drafter: ``jspec.drafters.medusa``.
 """
 
 import dataclasses
@@ -21,19 +21,19 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from training import trainer
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.settings import Data
-from training.errors import bad_option, check_choice, check_least
 from training.export import MedusaFormat
-from training.forward import draft_output, head_of, packed_states
-from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.chunks import next_token_loss
 from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.losses.guesses import judge
-from training.task import Frozen, Metrics
+from training.networks.forward import Frozen, draft_output, head_of, packed_states
+from training.networks.linear import LINEARS
 from training.tasks import method
 from training.trainer import TrainerSettings
+from training.trainer.task import Metrics
+from training.util.errors import bad_option, check_choice, check_least
 
 # The authors' rate and schedule; the number of steps is ours.
 _TRAINER = dataclasses.replace(method.HEADS, learning_rate=1e-3, warmup=2000)
@@ -65,7 +65,7 @@ class JointParams:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaTask:
-    """Medusa heads in training: a ``training.task.Task``."""
+    """Medusa heads in training: a ``training.trainer.task.Task``."""
 
     heads: MedusaConfig  # sizes of the heads
     target: DecoderConfig  # sizes of the target
@@ -119,7 +119,7 @@ class HeadSettings:
 
     num_heads: int = 5  # tokens guessed ahead, beside the target's own next one
     head_layers: int = 1  # residual blocks of each head
-    draft_vocab_size: int = 0  # tokens that the heads know, the most frequent of the data (0: all)
+    draft_vocab_size: int = 0  # size of the heads' vocabulary, the data's most frequent (0: all)
     heads: str = ""  # folder of heads to start from, which then decide all of the above
 
     def __post_init__(self):
@@ -214,8 +214,11 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         config = {"method": "medusa", "model": str(directory / "heads")}
         print(f"exported: LLM({str(folder)!r}, speculative_config={config})")
 
-    weights_of = lambda params: (trainer.gather(params.target), finished(params))
-    return dataclasses.replace(heads, export=export, weights_of=weights_of)
+    return dataclasses.replace(
+        heads,
+        export=export,
+        weights_of=lambda params: (trainer.gather(params.target), finished(params)),
+    )
 
 
 METHOD = method.Method("Train Medusa heads on a target.", Settings, build)

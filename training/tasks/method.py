@@ -17,14 +17,14 @@ from jspec.core.types import Array, Drafter
 from jspec.models.decoder import DecoderConfig
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
-from training.digests import weights_digest
-from training.errors import bad_option, check_each, check_least, refuse_idle
 from training.export import check, layout_of
-from training.forward import head_of
-from training.slots import SlotRecipe
-from training.task import Frozen, Task
+from training.losses.slots import SlotRecipe
+from training.networks.forward import Frozen, head_of
 from training.tasks.acceptance import AcceptanceSettings
 from training.trainer import TrainerSettings
+from training.trainer.task import Task
+from training.util.digests import weights_digest
+from training.util.errors import bad_option, check_each, check_least, refuse_idle
 
 Options = type["DistillSettings"]
 
@@ -92,7 +92,8 @@ class DistillSettings:
     target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     target_name: str = ""  # name of the target in the exported files (default: as --target)
     eval_windows: int = 32  # held-out windows of an evaluation
-    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # of the exported weights
+    # dtype of the exported weights
+    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # only read the data, past the cache, and show what a run would learn from it; nothing is
     # trained or written
     dry_run: bool = False
@@ -138,7 +139,7 @@ class ParallelSettings:
 
     # whether the drafter guesses several tokens in one pass; decides other defaults
     parallel: bool = False
-    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)  # which guesses are trained
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)  # guesses that are trained
     # id of the masks, which texts must not hold (default: the last one that the data does not hold)
     mask_token: int = -1
 
@@ -215,8 +216,9 @@ def head_build(
     run gets the recipe, and the head under ``name``.
     """
     target_name, trainer = settings.target_name or settings.target, settings.trainer
-    how = {"compute": trainer.compute, "remat": trainer.remat}
-    made = task(config, target.config, settings.recipe, **how)
+    made = task(
+        config, target.config, settings.recipe, compute=trainer.compute, remat=trainer.remat
+    )
     check(config, target.config, format, target_name)
     reduced = {} if vocabulary is None else {"draft_to_target": vocabulary}
     finished = finished or (lambda params: params.replace(**reduced))
@@ -262,7 +264,7 @@ def mask_token(token: int, data: Data, vocab_size: int) -> int:
 
 
 def draft_vocab(size: int, target: DecoderConfig) -> int:
-    """Return the number of tokens that a head knows; 0 stands for all."""
+    """Return the size of a head's vocabulary; 0 stands for all tokens of the target."""
     if size > target.vocab_size:
         raise bad_option("draft_vocab_size", size, f"the target has {target.vocab_size} tokens")
     return size or target.vocab_size
@@ -340,5 +342,5 @@ def float32(tree: Any) -> Any:
 
 
 def described(config: Any, start: Any | None) -> str:
-    """Return the sizes and a hash of the initial weights, to tell runs apart."""
+    """Return the sizes and a hash of the initial weights, which identify a run."""
     return repr(config) if start is None else f"{config!r} from {weights_digest(start)}"

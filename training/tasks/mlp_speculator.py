@@ -2,7 +2,8 @@
 
 IBM's recipe (arXiv 2404.19124) has two stages: text, then answers of the target
 (``training.generate_data``) with a tenth of the rate, in a second run that starts from the first
-(``--head RUN/export``). Snowflake's variants are trained on such answers alone.
+(``--head RUN/export``). Snowflake's variants are trained on such answers alone. Drafter:
+``jspec.drafters.mlp_speculator``.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.data.settings import Data
-from training.errors import bad_option, check_least
 from training.tasks import method
 from training.tasks.acceptance import AcceptanceSettings
 from training.tasks.stages import StagesRecipe, StagesTask
+from training.util.errors import bad_option, check_least
 
 # Layouts of the variants' files.
 _LAYOUTS = {"ibm": "mlp_speculator", "arctic": "arctic-rnn", "arctic-lstm": "arctic-lstm"}
@@ -135,8 +136,16 @@ def head_of(settings: Settings, target: LoadedModel):
 def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = head_of(settings, target)
-    which = {"identity": {"variant": settings.variant}, "format": _LAYOUTS[settings.variant]}
-    return method.head_build(settings, target, config, start, StagesTask, MlpSpeculator, **which)
+    return method.head_build(
+        settings,
+        target,
+        config,
+        start,
+        StagesTask,
+        MlpSpeculator,
+        identity={"variant": settings.variant},
+        format=_LAYOUTS[settings.variant],
+    )
 
 
 METHOD = method.Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)

@@ -7,7 +7,8 @@ token t_{i+1+k}, and stands at position i + k. It attends to the first rows of i
 which its cache will hold, and to its own later rows. It predicts t_{i+2+k}.
 
 With one module that is the recursion of FastMTP (arXiv 2509.18362), whose recipe the defaults are;
-with as many modules as steps, DeepSeek-V3's own training (arXiv 2412.19437, section 2.2).
+with as many modules as steps, DeepSeek-V3's own training (arXiv 2412.19437, section 2.2). Drafter:
+``jspec.drafters.mtp``.
 """
 
 import dataclasses
@@ -27,17 +28,17 @@ from jspec.drafters.mtp import Mtp
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams
-from training.batches import Batch
+from training.data.batch import Batch
 from training.data.settings import Data
-from training.errors import bad_option, check_choice, check_least, check_positive
-from training.forward import feature_scale, packed_states
-from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.losses.guesses import judge
-from training.task import Frozen, Metrics
+from training.networks.forward import Frozen, feature_scale, packed_states
+from training.networks.linear import LINEARS
 from training.tasks import method
 from training.trainer import TrainerSettings
+from training.trainer.task import Metrics
+from training.util.errors import bad_option, check_choice, check_least, check_positive
 
 # Rates as for other heads; published recipes give them for far larger batches.
 _TRAINER = dataclasses.replace(method.HEADS, batch=16, learning_rate=1e-4, warmup=500, beta2=0.95)
@@ -66,7 +67,7 @@ class MtpRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class MtpTask:
-    """Modules in training: a ``training.task.Task``."""
+    """Modules in training: a ``training.trainer.task.Task``."""
 
     modules: MtpConfig  # sizes of the modules
     target: DecoderConfig  # sizes of the target
@@ -100,9 +101,16 @@ class MtpTask:
 
         def run(step: int, params: MtpParams, tokens, features, positions, attend) -> Array:
             module = step % config.n_predict
-            of_module = lambda _, q, k, v: attend(module, q, k, v)
-            rows = tokens, features, positions
-            return mtp.run(params, config, module, *rows, of_module, linear=linear)
+            return mtp.run(
+                params,
+                config,
+                module,
+                tokens,
+                features,
+                positions,
+                lambda _, q, k, v: attend(module, q, k, v),
+                linear=linear,
+            )
 
         outputs = unrolled.unroll(
             run,
@@ -139,10 +147,9 @@ def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParam
     size = config.hidden_size
     rows = slice(0, size) if config.hidden_first else slice(size, 2 * size)
     norm = jnp.full((size,), feature_scale(frozen.target), jnp.float32)
-    identity = lambda projection: projection.at[rows].add(jnp.eye(size))
     return params.replace(
         modules=tuple(
-            module.replace(projection=identity(module.projection), norm=norm)
+            module.replace(projection=module.projection.at[rows].add(jnp.eye(size)), norm=norm)
             for module in params.modules
         )
     )
@@ -208,9 +215,16 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
         remedy = f"there are {config.n_predict} modules, one a step; take at least as many steps"
         raise bad_option("unroll", settings.recipe.unroll, remedy)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
-    task = functools.partial(MtpTask, fresh=fresh)
-    which = {"name": "modules", "identity": {"fresh": fresh}}
-    modules = method.head_build(settings, target, config, start, task, Mtp, **which)
+    modules = method.head_build(
+        settings,
+        target,
+        config,
+        start,
+        functools.partial(MtpTask, fresh=fresh),
+        Mtp,
+        name="modules",
+        identity={"fresh": fresh},
+    )
     if not settings.stitch:
         return modules
 

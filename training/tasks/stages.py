@@ -20,16 +20,16 @@ from jspec.models.heads import arctic, hydra, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
-from training.attention import attend_within
-from training.batches import Batch
-from training.errors import check_choice, check_least
-from training.forward import feature_scale, head_of, packed_states
-from training.linear import LINEARS
+from training.data.batch import Batch
 from training.losses import unrolled
 from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.losses.guesses import judge
-from training.task import Frozen, Metrics
+from training.networks.attention import attend_within
+from training.networks.forward import Frozen, feature_scale, head_of, packed_states
+from training.networks.linear import LINEARS
 from training.tasks.method import float32
+from training.trainer.task import Metrics
+from training.util.errors import check_choice, check_least
 
 HeadConfig = HydraConfig | MlpSpeculatorConfig | LstmSpeculatorConfig
 
@@ -64,7 +64,7 @@ _NETWORKS = {
 
 @dataclasses.dataclass(frozen=True)
 class StagesTask:
-    """An MLP speculator or Hydra heads in training: a ``training.task.Task``."""
+    """An MLP speculator or Hydra heads in training: a ``training.trainer.task.Task``."""
 
     head: HeadConfig  # sizes of the speculator or the heads
     target: DecoderConfig  # sizes of the target
@@ -154,12 +154,15 @@ def early_exit(params: HydraParams, frozen: Frozen) -> HydraParams:
     has a random block, so its heads agree with the target only approximately.
     """
     size = frozen.target.norm.shape[0]
-    keep = lambda residual: jnp.zeros_like(residual).at[:size].set(jnp.eye(size))
+    joining = tuple(
+        join.replace(residual=jnp.zeros_like(join.residual).at[:size].set(jnp.eye(size)))
+        for join in params.joining
+    )
     output, prefix = float32(head_of(frozen.target)), params.prefix
     if prefix is not None:
         prefix = prefix.replace(norm=jnp.full((size,), feature_scale(frozen.target), jnp.float32))
     return params.replace(
-        joining=tuple(join.replace(residual=keep(join.residual)) for join in params.joining),
+        joining=joining,
         outputs=(output,) * len(params.outputs),
         prefix=prefix,
     )

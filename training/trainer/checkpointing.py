@@ -16,13 +16,13 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from training.digests import tree_digest
-from training.errors import TrainingError
 from training.trainer.programs import TrainState
+from training.util.digests import tree_digest
+from training.util.errors import TrainingError
 
 # Files of every whole checkpoint. Orbax deletes files in any order, and never one that lacks these.
 _MARKS = ("_CHECKPOINT_METADATA", "metrics/metrics")
-_DIGESTS = "digests"  # of a record: of the state, and of the position in the data with the record
+_DIGESTS = "digests"  # key of a record: digests of the state, and of record and data position
 
 
 def drop_unfinished(directory: Path) -> None:

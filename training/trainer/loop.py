@@ -9,18 +9,18 @@ from typing import Any, Literal
 import grain
 import jax
 
-from training.batches import Batch
-from training.errors import Stopped, TrainingError
-from training.locks import alone
-from training.progress import Bar
-from training.provenance import write_provenance
-from training.task import Task
+from training.data.batch import Batch
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints, drop_unfinished
 from training.trainer.metrics import draw_curves
 from training.trainer.programs import make_programs
 from training.trainer.run import Run
 from training.trainer.settings import EARLIER, TrainerSettings
+from training.trainer.task import Task
+from training.util.errors import Stopped, TrainingError
+from training.util.locks import alone
+from training.util.progress import Bar
+from training.util.provenance import write_provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,19 @@ def train(
         with explained(settings, lambda: "at the start" if run is None else run.where()):
             frozen = meshes.shard(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)
-            how = (held_out, measure, best, bar)
-            run = Run(settings, mesh, programs, frozen, batches, checkpoints, out, *how)
+            run = Run(
+                settings,
+                mesh,
+                programs,
+                frozen,
+                batches,
+                checkpoints,
+                out,
+                held_out,
+                measure,
+                best,
+                bar,
+            )
             run.begin(known, settings.free() | dict(free or {}))
             run.go(stop_after)
     return _result(run, dict(facts or {}))
@@ -145,11 +156,11 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
 
 def _check_same_run(before: dict, identity: dict, out: Path, ignored: Collection[str]) -> None:
     """Raise ValueError if the run in ``out`` had other options."""
-    from_json = lambda value: list(value) if isinstance(value, tuple) else value
+    in_json = {n: list(v) if isinstance(v, tuple) else v for n, v in identity.items()}
     changed = [
         f"--{name.replace('_', '-')} {identity.get(name)!r} (was {before.get(name)!r})"
         for name in identity | before
-        if name not in ignored and from_json(identity.get(name)) != before.get(name)
+        if name not in ignored and in_json.get(name) != before.get(name)
     ]
     if changed:
         raise ValueError(f"{out.name!r} holds another run: {', '.join(changed)}; give a new folder")

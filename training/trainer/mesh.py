@@ -9,9 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from training.batches import Batch
-from training.errors import bad_option
+from training.data.batch import Batch
 from training.trainer.settings import TrainerSettings
+from training.util.errors import bad_option
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -111,8 +111,8 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
         return jax.device_put(batch, NamedSharding(mesh, spec))
     if rows % ways:
         raise ValueError(f"a batch of {rows} windows cannot be cut over {ways} devices; take more")
-    put = lambda leaf: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), leaf)
-    return jax.tree.map(put, batch)
+    at = NamedSharding(mesh, BATCH)
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(at, leaf), batch)
 
 
 def gather(tree: Any) -> Any:
@@ -130,6 +130,6 @@ def first_process_first(make: Callable[[], Made]) -> Made:
 
 
 def wait_for_all(what: str) -> None:
-    """Wait until every process is here; ``what`` tells the places of a program apart."""
+    """Wait until every process is here; ``what`` names this place of the program."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)

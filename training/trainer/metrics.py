@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jspec.util import atomic_files
-from training.task import Ratio
+from training.trainer.task import Ratio
 
 _NOT_DRAWN = ("step", "seconds", "tokens_per_second", "objective", "learning_rate", "grad_norm")
 
@@ -98,7 +98,7 @@ class Log:
         """Write what is buffered for TensorBoard; lines of the log are written already."""
         if self._file is not None:
             for writer in (self._file, self._board):
-                with contextlib.suppress(OSError):  # of a full disk, which stopped the run before
+                with contextlib.suppress(OSError):  # A full disk has stopped the run before.
                     writer.close()
 
 

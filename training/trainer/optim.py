@@ -51,8 +51,13 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
             ),
         )
     else:
-        betas = {"b1": settings.beta1, "b2": settings.beta2}
-        optimizer = optax.adamw(schedule, **betas, weight_decay=decay, mask=hidden_matrices)
+        optimizer = optax.adamw(
+            schedule,
+            b1=settings.beta1,
+            b2=settings.beta2,
+            weight_decay=decay,
+            mask=hidden_matrices,
+        )
     clips = {
         "norm": optax.clip_by_global_norm(settings.clip_at),
         "value": optax.clip(settings.clip_at),

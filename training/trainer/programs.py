@@ -10,11 +10,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core.types import Array
-from training.batches import Batch
-from training.task import Task
+from training.data.batch import Batch
 from training.trainer.mesh import BATCH, shardings, used
 from training.trainer.optim import make_optimizer, make_schedule
 from training.trainer.settings import TrainerSettings
+from training.trainer.task import Task
 
 
 @struct.dataclass

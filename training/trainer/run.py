@@ -14,17 +14,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from training.batches import Batch
-from training.errors import TrainingError, bad_option
-from training.progress import Bar
+from training.data.batch import Batch
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Log, Means
 from training.trainer.programs import Programs, TrainState
 from training.trainer.settings import TrainerSettings
+from training.util.errors import TrainingError, bad_option
+from training.util.progress import Bar
 
-# Wishes of a process, of which the largest of all processes is followed. A larger one is the number
-# of the signal that stops the run.
+# Request of a process; the largest of all processes is followed. A larger one is the number of the
+# signal that stops the run.
 CONTINUE, SAVE = range(2)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from training.errors import bad_option, check_each, check_least, check_positive
+from training.util.errors import bad_option, check_each, check_least, check_positive
 
 # A resumed run may change these; all others identify it.
 _FREE = {
@@ -28,7 +28,7 @@ class TrainerSettings:
     # learning rate after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     learning_rate: float = 3e-3  # peak learning rate
-    # with muon: learning rate of AdamW's weights (vectors, embeddings, output matrices), as a share
+    # muon only: learning rate of AdamW's weights (vectors, embeddings, output matrices), as a share
     adamw_share: float = 1.0
     learning_rate_floor: float = 0.1  # share of the peak at which cosine and linear end
     warmup: int = 50  # steps of rising learning rate
@@ -42,7 +42,7 @@ class TrainerSettings:
     # dtype of the factors of every matmul; sums and master weights stay float32
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     remat: bool = False  # compute a block's activations again in the backward pass, to save memory
-    seed: int = 0  # of the initial weights, the order of the data and all noise
+    seed: int = 0  # seed of the initial weights, the order of the data and all noise
     log_every: int = 10  # steps between lines of the log
     eval_every: int = 100  # steps between evaluations on held-out data
     save_minutes: float = 5.0  # maximum minutes between checkpoints

@@ -125,7 +125,7 @@ def _backend() -> str:
     """Return the name of JAX's backend; raise ValueError if the platform asked for cannot start."""
     try:
         return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # of a plugin, or of a platform without one
+    except (RuntimeError, AssertionError) as error:  # raised by a plugin, or where there is none
         asked = str(jax.config.jax_platforms)
         extra = next((name for name in ("cuda", "tpu") if name in asked), None)
         remedy = f"install it (pip install 'jspec-decoding[{extra}]'), or " if extra else ""
@@ -244,8 +244,10 @@ def _open_unnamed(directory: Path, files: list[Path]) -> dict[str, np.ndarray]:
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file beside an index for each tensor."""
     weight_map = read_json(index).get("weight_map")
-    plain = lambda file: isinstance(file, str) and Path(file).name == file and file.isprintable()
-    if not isinstance(weight_map, dict) or not all(map(plain, weight_map.values())):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file and file.isprintable()
+        for file in weight_map.values()
+    ):
         beside = "weight_map of names to files beside it"
         raise ValueError(f"{index} has no {beside}; download or save it again")
     return weight_map

@@ -240,7 +240,7 @@ class _Machine:
         return _Storage(raw.view(dtype))
 
     def rebuild(self, function: Any, arguments: Any) -> Any:
-        """Return the result of one of the three known functions."""
+        """Return the result of one of the three functions that may be called."""
         name = function.name if isinstance(function, _Global) else type(function).__name__
         if not isinstance(function, _Global) or type(arguments) is not tuple:
             raise _Refused(f"it calls {name}")

@@ -2,7 +2,8 @@
 
 Layout ``arctic-lstm``: ``{forget,input,output,cell}_emb.0`` and ``_proj.{0,1}``, ``cell_ln.0``,
 ``state_ln.0`` and ``head.0``. The file holds tied embeddings four times, because Arctic Inference
-requires all of them. ``head.{i}`` may repeat ``head.0``. Copies that differ raise.
+requires all of them. ``head.{i}`` may repeat ``head.0``. Copies that differ raise. Drafter:
+``jspec.drafters.mlp_speculator``.
 """
 
 import re

@@ -141,7 +141,7 @@ def _with_precision(config: Any, dtype: np.dtype) -> Any:
 
 
 def by_names(kind: str, patterns: Mapping[str, re.Pattern]) -> Sniff:
-    """Return a ``sniff`` that tells the layouts by a pattern of the name of one tensor."""
+    """Return a ``sniff`` that recognises the layout by a pattern of the name of one tensor."""
 
     def sniff(_: dict, tensors: Tensors) -> tuple[str, str] | None:
         layouts = (name for name, x in patterns.items() if any(map(x.fullmatch, tensors)))
@@ -160,8 +160,9 @@ def reduce_by_offsets(
     config: Any, tensors: Tensors, selected: Tensors
 ) -> tuple[Tensors, np.ndarray | None]:
     """Return the weights unchanged, and ``draft_to_target`` from ``d2t`` and ``t2d``."""
-    maps = tensors.get("d2t"), tensors.get("t2d")
-    return selected, vocabulary.from_offsets(*maps, config.vocab_size, config.target_vocab_size)
+    return selected, vocabulary.from_offsets(
+        tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
+    )
 
 
 def without_repeats(repeats: Mapping[str, str], tensors: Tensors) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ The readers of these files disagree. jspec reads them as follows:
     In the speculators library all slots of a block look back w tokens from the root.
   * An ``lm_head`` or ``embed_tokens`` in the file is used, though some servers prefer the target's.
 
-``dspark`` extends both layouts.
+``dspark`` extends both layouts. Drafter: ``jspec.drafters.dflash``.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """DSpark heads in files: DFlash's layouts with a Markov head and a confidence head.
 
 A DSpark head drafts from the root's slot on unless ``sample_from_anchor`` is false, as it is
-trained and served. SpecForge's own loop skips that slot.
+trained and served. SpecForge's own loop skips that slot. Drafter: ``jspec.drafters.dflash``.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """EAGLE heads in files: config.json to ``EagleConfig``, and the names of the tensors.
 
-Four layouts. The contents of the files tell them apart, never the names of the files:
+Four layouts, recognised by the contents of the files, never by their names:
 
   * ``eagle``: EAGLE-1 and -2 as published (``fc``, ``layers.i``, no norm at the end).
   * ``eagle3``: EAGLE-3 as published and as SpecForge writes it (``midlayer.*``). SGLang reads it.
@@ -19,6 +19,8 @@ The readers of these files disagree. jspec reads them as follows:
   * ``eagle_aux_hidden_state_layer_ids``: see ``eagle_layers``.
   * A bias that config.json does not mention exists if the file has it.
   * An ``lm_head`` or ``embed_tokens`` in the file is used, though some servers prefer the target's.
+
+Drafter: ``jspec.drafters.eagle`` and ``jspec.drafters.parallel_eagle``.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ from jspec.util.messages import shown
 
 FIRST = "layers.0"  # called "midlayer" in layout ``eagle3``
 _MASK = "mask_hidden"
-_PEAGLE = "PEagleDraftModel"  # SpecForge's name, which vLLM knows
+_PEAGLE = "PEagleDraftModel"  # SpecForge's name, which vLLM reads
 _Q_PROJ = f"{FIRST}.self_attn.q_proj.weight"
 # The keys of config.json that these networks share with Llama. Other keys do not describe the head:
 # trainers copy model_type and more from the target.
@@ -233,7 +235,7 @@ def _assemble(nested: dict, draft_to_target: Any) -> EagleParams:
 def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_name: str) -> dict:
     """Return a config.json that vLLM reads, and SGLang for ``eagle`` and ``eagle3``.
 
-    It has no key ``bias``, though EAGLE-1 knows one for ``fc``: vLLM and SGLang take that for the
+    It has no key ``bias``, though EAGLE-1 has one for ``fc``: vLLM and SGLang take that for the
     biases of attention.
     """
     _check_layout(layout, config)

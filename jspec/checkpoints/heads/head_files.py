@@ -59,7 +59,7 @@ class LoadedHead:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenHead:
-    """The files of a draft head: kind and layout are known, and the weights are not read yet."""
+    """The files of a draft head, with kind and layout; the weights are not read yet."""
 
     directory: Path
     raw_config: dict

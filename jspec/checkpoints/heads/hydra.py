@@ -7,6 +7,7 @@ are ``hydra_mlp.{i}.{1 + 2 j}`` and their outputs ``hydra_lm_head.{i}.1``.
 
 The numbers of heads and blocks come from the tensors. In the authors' program the blocks of a head
 after the first share one weight: jspec reads such copies as one weight, and writes them again.
+Drafter: ``jspec.drafters.hydra``.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Medusa heads in files: config.json to ``MedusaConfig``, and the names of the tensors.
 
-Two layouts, which the names of the tensors tell apart:
+Two layouts, recognised by the names of the tensors:
 
   * ``medusa``: as published. Head i is ``{i}.0.linear``, ``{i}.1.linear``, … and then its output
     ``{i}.{number of blocks}``. Without outputs the head uses the target's. A Medusa-2 checkpoint
@@ -10,7 +10,8 @@ Two layouts, which the names of the tensors tell apart:
     has a ``token_map`` of target ids. Biases without ``medusa_fc_bias`` raise, because vLLM drops
     them silently.
 
-The numbers of heads and blocks come from the tensors, because published configs are wrong.
+The numbers of heads and blocks come from the tensors, because published configs are wrong. Drafter:
+``jspec.drafters.medusa``.
 """
 
 import functools

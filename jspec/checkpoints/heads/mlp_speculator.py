@@ -1,6 +1,6 @@
 """MLP speculators in files: config.json to ``MlpSpeculatorConfig``, and the names of the tensors.
 
-Two layouts, which the names of the tensors tell apart. ``arctic`` holds the layout of the LSTM.
+Two layouts, recognised by the names of the tensors. ``arctic`` holds the layout of the LSTM.
 
   * ``mlp_speculator``: IBM's (fms), under a prefix ``speculator.``: ``emb.{i}``, ``proj.{i}``,
     ``ln.{i}`` and ``head.{i}`` of each stage.
@@ -8,7 +8,8 @@ Two layouts, which the names of the tensors tell apart. ``arctic`` holds the lay
     ``ln.{i}.0``, without the prefix.
 
 With tied weights all stages use the tensors of the first stage (and all later ones ``proj.1``).
-They are written once. A file may repeat them, and the copies must be equal.
+They are written once. A file may repeat them, and the copies must be equal. Drafter:
+``jspec.drafters.mlp_speculator``.
 """
 
 import re

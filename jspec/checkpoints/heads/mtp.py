@@ -11,7 +11,8 @@ last block (``deepseek``), or in files of their own under the same names.
     it. With one token for each module the two are equal.
 
 ``deepseek`` files hold copies of the target's embedding and output matrix. jspec uses the target's
-own instead, as transformers does. The embedding at position 0 counts as zero, as in vLLM.
+own instead, as transformers does. The embedding at position 0 counts as zero, as in vLLM. Drafter:
+``jspec.drafters.mtp``.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Reduced draft vocabularies: the target tokens that a head knows.
+"""Reduced draft vocabularies: the target tokens that a head drafts.
 
 jspec stores ``draft_to_target``, the ascending target ids of the draft's ids. EAGLE-3 files store
 offsets, ``d2t[j] = draft_to_target[j] - j``, and a mask of the target's vocabulary, ``t2d``.

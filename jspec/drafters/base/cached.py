@@ -9,9 +9,9 @@ t_{i+2}. With the root at position r, the last row of the target's features is r
     rotated to             0      1    ...   r-1    |    r      r+1
     predicts              t_2    t_3   ...   x_1    |   x_2     x_3
 
-The drafted rows live in a side buffer for one round. After the verdict, the target's features of
-the accepted path are known: these rows enter the cache, and the next round starts from the output
-of the last one. So all rows of the cache hold features of the target. A prompt of one token gives
+The drafted rows are in a side buffer for one round. The verdict gives the target's features of the
+accepted path: these rows enter the cache, and the next round starts from the output of the last
+one. So all rows of the cache hold features of the target. A prompt of one token gives
 no row, so its first round drafts nothing.
 """
 
@@ -45,8 +45,8 @@ class CachedMemory:
 
         ``out`` [B, m, D] are the outputs of the last of them and of the mask rows behind it.
         """
-        # The entries are known before the rows have attended to the cache. The write waits for
-        # their output (as a row of NaN commits nothing), or XLA copies the cache.
+        # The entries are computed before the rows have attended to the cache. The write depends on
+        # their output (a row of NaN commits nothing), or XLA copies the cache.
         count = jnp.where(jnp.isnan(out[:, 0, 0]), 0, count)
         rows = jnp.broadcast_to(jnp.arange(size), (len(count), size))
         return CachedMemory(

@@ -46,7 +46,7 @@ class TreeDrafter(Drafter):
 
     knows_depth: ClassVar[bool] = False  # whether the depth defaults to the config's ``n_predict``
     # The tree that follows the head's confidence: "best_first" if all nodes of a depth share a
-    # distribution, so that the likeliest paths are known at once; "eagle2" if each has its own.
+    # distribution, which gives the likeliest paths at once; "eagle2" if each has its own.
     follows: ClassVar[str] = "eagle2"
     maps_vocabulary: ClassVar[bool] = True  # whether the weights may have ``draft_to_target``
     weights: ClassVar[tuple[type, ...]]  # the type of the head's weights, or several

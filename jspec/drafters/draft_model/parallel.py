@@ -10,6 +10,9 @@ K - 1 mask tokens at the positions that follow: ::
 Every slot sees the slots before it, so x_i is guessed from the committed text alone: all nodes of a
 depth share a distribution. The keys and values left of the bar enter the cache after the round.
 Those of the masks are dropped, and the next round reads the accepted tokens.
+
+See ``jspec.models.decoder`` for the network, ``jspec.checkpoints.checkpoint`` for files,
+``training.tasks.draft`` for training.
 """
 
 import dataclasses
@@ -165,5 +168,5 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
         embedded = decoder.embed(model, self.config, fed)
         hidden, _ = decoder.trunk(model, self.config, embedded, positions, attend, rows=drafting)
         unused = [(0, 0), (0, 0), (0, memory.reach - width), (0, 0)]
-        side = lambda entry: jnp.pad(entry[:, :, :width], unused)
-        return hidden, tuple(jax.tree.map(side, entries))
+        side = jax.tree.map(lambda entry: jnp.pad(entry[:, :, :width], unused), entries)
+        return hidden, tuple(side)

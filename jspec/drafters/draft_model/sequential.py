@@ -12,6 +12,9 @@ A draft model that paused, or whose draft another one replaced, has more unread 
 to ``backlog`` of them a round, and drafts in the round in which it has read them all.
 
 ``jspec.drafters.draft_model.language_model`` handles draft models with another vocabulary.
+
+See ``jspec.models.decoder`` for the network, ``jspec.checkpoints.checkpoint`` for files,
+``training.tasks.draft`` for training.
 """
 
 import dataclasses
@@ -58,7 +61,7 @@ class DraftModel(ReadsText, Drafter):
     config: decoder.DecoderConfig
     num_speculative_tokens: int
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    vocab_size: int | None = None  # of the target, if the two are padded differently
+    vocab_size: int | None = None  # the target's, if the two are padded differently
     max_length: int | None = None  # history length past which nothing is drafted
     noise: Literal["own", "target"] = "own"
     use_heterogeneous_vocab: bool = False
@@ -161,8 +164,9 @@ class DraftModel(ReadsText, Drafter):
         tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         slots = jnp.arange(memory.side[0].k.shape[2])
         mask = jnp.broadcast_to(slots <= slot[:, None], (*tokens.shape, slots.size))
-        beside = positions, memory.cache, memory.side, jnp.int32(0), mask
-        hidden, side = self._extend(params, tokens, *beside)
+        hidden, side = self._extend(
+            params, tokens, positions, memory.cache, memory.side, jnp.int32(0), mask
+        )
         return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1), side
 
     def _feed(self, params, cache, history, taken, side, tokens, parents, depth, slot):

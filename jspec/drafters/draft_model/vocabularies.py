@@ -15,8 +15,8 @@ import numpy as np
 from jspec.drafters.draft_model.language_model import TranslatingParams, translating
 from jspec.models.decoder import DecoderParams
 
-LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts are hardly ever accepted
-_SPACES = ("Ġ", "▁")  # of byte-level BPE, and of SentencePiece
+LEAST_SHARED = 0.05  # share of the smaller vocabulary below which drafts are hardly ever accepted
+_SPACES = ("Ġ", "▁")  # byte-level BPE's and SentencePiece's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class SharedVocabulary:
 
 
 def are_same(target_tokenizer: Any, draft_tokenizer: Any) -> bool:
-    """Return whether both tokenizers are known and have the same ids for the same tokens."""
+    """Return whether both tokenizers are given and have the same ids for the same tokens."""
     both = target_tokenizer, draft_tokenizer
     return None not in both and both[0].get_vocab() == both[1].get_vocab()
 
@@ -51,7 +51,7 @@ def check_same(
 ) -> None:
     """Check that every token id is the same token of target and draft model.
 
-    If both tokenizers are known, they must agree on every id that both have. The vocabulary sizes
+    If both tokenizers are given, they must agree on every id that both have. The vocabulary sizes
     may then differ, since they are padded.
 
     Raises:

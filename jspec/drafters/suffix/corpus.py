@@ -24,7 +24,7 @@ _CHUNK = 32  # tokens that are indexed at once
 class OwnText:
     """The index of each row's own history, prompt included."""
 
-    index: Index  # of each row: [B, G, C] arrays
+    index: Index  # arrays [B, G, C], an index for each row
     indexed: Array  # [B] int32, positions in the index: 1 to ``indexed``
 
 
@@ -89,8 +89,10 @@ def in_history(
     """
 
     def find(index: Index, row: Array, length: Array, last: Array) -> tuple[Array, Occurrences]:
-        inside = lambda position: (position >= 0) & (position < length)
-        at = lambda position: jnp.where(inside(position), row.at[position].get(mode="clip"), END)
+        def at(position: Array) -> Array:
+            inside = (position >= 0) & (position < length)
+            return jnp.where(inside, row.at[position].get(mode="clip"), END)
+
         return suffix_index.find(index, at, last, jnp.int32(0), length, count, follow)
 
     rows = jax.vmap(find)(own_text.index, history.tokens, history.length, last)
@@ -99,9 +101,12 @@ def in_history(
 
 def in_corpus(corpus: Corpus, last: Array, count: int, follow: int) -> Occurrences:
     """Find the rows' last tokens in past responses; arguments as for ``in_history``."""
-    find = lambda last: suffix_index.find(
-        corpus.index, corpus.at, last, corpus.begin, corpus.end, count, follow
-    )
+
+    def find(last: Array) -> tuple[Array, Occurrences]:
+        return suffix_index.find(
+            corpus.index, corpus.at, last, corpus.begin, corpus.end, count, follow
+        )
+
     return jax.tree.map(lambda x: x[:, None], jax.vmap(find)(last)[1])
 
 
@@ -151,7 +156,8 @@ def store(corpus: Corpus, history: History, start: Array, rows: Array) -> Corpus
     one longer than the corpus the last tokens are. A donated corpus is written in place.
     """
     count = jnp.minimum(jnp.where(rows, history.length - start, 0), corpus.max_tokens - 1)
-    chunks = jnp.where(count > 0, (count + _CHUNK) // _CHUNK, 0)  # of the separator and the tokens
+    # The separator takes a slot before the tokens.
+    chunks = jnp.where(count > 0, (count + _CHUNK) // _CHUNK, 0)
     upto = jnp.cumsum(chunks)
 
     def add(index: Array, corpus: Corpus) -> Corpus:
@@ -188,7 +194,7 @@ def _append(corpus: Corpus, row: Array, length: Array, count: Array, chunk: Arra
     """Write a chunk of a request: a separator and the last ``count`` tokens of ``row``."""
     slots = corpus.tokens.shape[0]
     step = jnp.arange(_CHUNK, dtype=jnp.int32)
-    nth = chunk * _CHUNK + step  # of the request; 0 is the separator
+    nth = chunk * _CHUNK + step  # index in the request; 0 is the separator
     exists = nth <= count
     before = _before(row, length - count + nth, corpus.index.groups[-1])
     before = jnp.where(nth[:, None] > jnp.arange(before.shape[1]), before, BEFORE)

@@ -174,5 +174,9 @@ def best(growth: Growth) -> Growth:
     flat = lambda x, *rest: x[:, :, ::-1].reshape(batch, -1, *rest)
     choice = jnp.argmax(flat(growth.score), -1)
     pick = lambda x: jax.vmap(lambda rows, index: rows[index])(x, choice)
-    nodes = pick(flat(growth.tokens, count)), pick(flat(growth.parents, count))
-    return Growth(*nodes, pick(flat(growth.size)), pick(flat(growth.score)))
+    return Growth(
+        tokens=pick(flat(growth.tokens, count)),
+        parents=pick(flat(growth.parents, count)),
+        size=pick(flat(growth.size)),
+        score=pick(flat(growth.score)),
+    )

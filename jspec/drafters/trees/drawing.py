@@ -20,10 +20,10 @@ from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, History, Request
 
 Frontier = Any
-# feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
+# Maps (frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) to (frontier', logits).
 #
 # The nodes of ``tokens`` become the frontier. ``parents`` index the frontier before. ``depth`` is
-# that of the tokens, the root's being 0. ``slot`` counts the nodes fed before in this round. Only
+# the depth of the tokens; the root has 0. ``slot`` counts the nodes fed before in this round. Only
 # frontier and tokens are always traced. Logits are [B, F', Vd], or [B, 1, Vd] for all nodes.
 Feed = Callable[..., tuple[Frontier, Array]]
 
@@ -240,5 +240,9 @@ def all_depths(
             outputs.append(output)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *outputs)
     carry, later = lax.scan(step, carry, jnp.arange(1, max_depth, dtype=jnp.int32))
-    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
+
+    def joined(first: Array, later: Array) -> Array:
+        later = jnp.moveaxis(later, 0, 1).reshape(later.shape[1], -1, *later.shape[3:])
+        return jnp.concatenate([first, later], 1)
+
+    return carry, jax.tree.map(joined, first, later)

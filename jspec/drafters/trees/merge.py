@@ -81,8 +81,11 @@ def choose(first: Draft, second: Draft, is_first: Array) -> Draft:
     if trees.is_chain(first.parents) and trees.is_chain(second.parents):
         parents: Array | np.ndarray = trees.chain(size - 1)
     else:
-        full = (jnp.broadcast_to(draft.parents, draft.tokens.shape) for draft in (first, second))
-        parents = pick(*full, 0)
+        parents = pick(
+            jnp.broadcast_to(first.parents, first.tokens.shape),
+            jnp.broadcast_to(second.parents, second.tokens.shape),
+            0,
+        )
     logits = sampled = None
     if second.logits is not None:
         sampled = widen(second.drawn & second.valid & ~is_first[:, None], False)

@@ -8,6 +8,7 @@ computes three gates and a candidate for the cell, which starts at 0: ::
     c = f c + i gelu(norm_c(g_cell));  s = o gelu(norm_s(c));  logits = s H
 
 P_0 reads the target's hidden state, P_1 serves all later stages. All stages share other weights.
+Drafter: ``jspec.drafters.mlp_speculator``.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ predicts the token at r + i + 1. The keys and values of a block are discarded af
 To draft K tokens, a block has the root and K masks, at most ``block_size`` slots. vLLM and the
 authors' program draft smaller blocks in the same way.
 
-DSpark heads extend these, see ``jspec.models.heads.dspark``.
+DSpark heads extend these, see ``jspec.models.heads.dspark``. Drafter: ``jspec.drafters.dflash``.
 """
 
 import dataclasses

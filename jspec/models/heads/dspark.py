@@ -11,7 +11,7 @@ thin matrices per token, and no pass of the blocks: ::
 
 The confidence estimates the acceptance probability of the slot's token from h, and from w if it was
 trained so. It does not depend on the token itself. So a draft may end where it is low, and the
-remaining tokens still follow the recorded distributions.
+remaining tokens still follow the recorded distributions. Drafter: ``jspec.drafters.dflash``.
 """
 
 import dataclasses

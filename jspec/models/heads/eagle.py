@@ -21,6 +21,7 @@ last true feature has a mask token's embedding as e and ``fc`` of a learned vect
 position of the row that it replaces, and its output is never fed back.
 
 Blocks after the first are plain decoder blocks. ``EagleConfig`` lists the published variants.
+Drafter: ``jspec.drafters.eagle`` and ``jspec.drafters.parallel_eagle``.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ target's embeddings of the root and of the i tokens drafted after it: ::
 
 In the authors' checkpoints the further blocks of a head share one weight. Hydra++ (``prefix-mlp``)
 has a prefix layer: a block like the target's, with its own cache, that reads the hidden states of
-all positions. Its normed output replaces h.
+all positions. Its normed output replaces h. Drafter: ``jspec.drafters.hydra``.
 """
 
 import dataclasses

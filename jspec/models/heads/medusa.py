@@ -5,7 +5,8 @@ own logits predict t+1, and predicts t+2+i: ::
 
     x = h;  x = x + silu(W x + b) for each of its blocks;  logits = head_i(x)
 
-A head has no attention, sees no position, and does not see the tokens of other heads.
+A head has no attention, sees no position, and does not see the tokens of other heads. Drafter:
+``jspec.drafters.medusa``.
 """
 
 import dataclasses

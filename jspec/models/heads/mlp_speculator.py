@@ -12,6 +12,7 @@ with a weight and a bias; gelu is the exact one. There is no attention and no po
 
 With tied weights all stages share E, norm and H, and all but the first share P. So there can be
 more stages than ``n_predict``. Snowflake's ``sum_rnn`` (Arctic Inference) is the same network.
+Drafter: ``jspec.drafters.mlp_speculator``.
 """
 
 import dataclasses

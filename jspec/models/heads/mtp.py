@@ -17,7 +17,8 @@ earlier; its first slots are missing. Published targets have one module. To draf
 reads its own output, like a recurrent network.
 
 The embedding at position 0 is replaced by zeros. Families differ in the order of e and f, and in
-whether y or norm' y is passed on; ``jspec.checkpoints.heads.mtp`` reads which.
+whether y or norm' y is passed on; ``jspec.checkpoints.heads.mtp`` reads which. Drafter:
+``jspec.drafters.mtp``.
 """
 
 import dataclasses

@@ -64,7 +64,7 @@ class Recorder(Drafter):
 
     inner: Drafter
     rounds: Drafter | None  # ``inner`` at the K of the trace, on its memory; None for K = 0
-    rule: verify.Rule  # for these drafts
+    rule: verify.Rule  # judges these drafts
     noise: str = "own"  # the noise of ``inner`` is set already
 
     max_depth = property(lambda self: self.rounds.max_depth if self.rounds else 0)

@@ -81,7 +81,7 @@ class Round:
     """One pass of the target."""
 
     index: int  # from 0
-    position: int  # of the root in the prompt and answer together
+    position: int  # position of the root in the prompt and answer together
     nodes: tuple[Node, ...]  # the root and every valid node of the draft, parents before children
     pieces: tuple[Piece, ...]  # the tokens that the round added to the text
     why: Why  # the reason for its end
@@ -108,7 +108,7 @@ class Trace:
     """The rounds of one generation, from ``jspec.trace``."""
 
     prompt: str | None  # text; None for a prompt of token ids
-    prompt_token_ids: tuple[int, ...]  # of the prompt
+    prompt_token_ids: tuple[int, ...]  # tokens of the prompt
     rounds: tuple[Round, ...]  # passes of the target, in order
     finish_reason: str  # as in ``CompletionOutput``
     stop_reason: int | str | None  # as in ``CompletionOutput``
@@ -276,7 +276,10 @@ def _post_order(parents: list[int], is_deterministic: np.ndarray) -> list[int]:
     children: list[list[int]] = [[] for _ in parents]
     for node in sorted(range(1, len(parents)), key=lambda node: (is_deterministic[node], node)):
         children[parents[node]].append(node)
-    walk = lambda node: [*itertools.chain(*map(walk, children[node])), node]
+
+    def walk(node: int) -> list[int]:
+        return [*itertools.chain(*map(walk, children[node])), node]
+
     return walk(0)
 
 

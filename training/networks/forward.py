@@ -1,14 +1,26 @@
 """Forward passes of a decoder over packed windows."""
 
+from typing import Any
+
 import jax.numpy as jnp
+from flax import struct
 
 from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from training.attention import attend_within
-from training.batches import Batch
-from training.linear import LINEARS
-from training.task import Frozen
+from training.data.batch import Batch
+from training.networks.attention import attend_within
+from training.networks.linear import LINEARS
+
+
+@struct.dataclass
+class Frozen:
+    """Weights that are not trained."""
+
+    target: DecoderParams  # weights of the target
+    start: Any = None  # initial weights of the drafter, or None for fresh ones
+    # int32 [Vd], ascending, target ids of a reduced draft vocabulary; None for all tokens.
+    draft_to_target: Array | None = None
 
 
 def hidden_states(

@@ -1,4 +1,4 @@
-"""Attention over whole windows, in blocks of queries."""
+"""Attention of training: over whole windows, and of many short blocks over one context."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.core.types import Array
 from jspec.models.attend import Attend
 
-QUERY_BLOCK = 128  # queries of one block
+QUERY_BLOCK = 128  # queries whose scores exist at a time
 MASKED = -1e30  # the exponential of this score is 0; finite, so rows without keys give no NaN
 
 
@@ -119,13 +119,15 @@ def _with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -
     One query of every group at a time: then the gradient of a key is a plain sum. A sum along an
     axis of groups takes XLA's CPU backend several times as long.
     """
-    pick = lambda tree, group: jax.tree.map(lambda x: x[:, :, group], tree)
-    groups = [_group_with_later(*pick((mixed, q), group), later) for group in range(q.shape[2])]
+    groups = [_group_with_later(mixed, q, later, group) for group in range(q.shape[2])]
     return jax.tree.map(lambda *parts: jnp.stack(parts, 2), *groups)
 
 
-def _group_with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -> _Mixed:
-    """Do the same without the axis G."""
+def _group_with_later(
+    mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]], group: int
+) -> _Mixed:
+    """Do the same for one group; the axis G is gone."""
+    mixed, q = jax.tree.map(lambda x: x[:, :, group], (mixed, q))
     scores = [(q * key).sum(-1, keepdims=True) for key, _ in later]
     top = jax.lax.stop_gradient(ft.reduce(jnp.maximum, scores, mixed.top))
     before = jnp.exp(mixed.top - top)
@@ -134,3 +136,79 @@ def _group_with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Arra
         weight = jnp.exp(score - top)
         values, total = values + weight * value, total + weight
     return _Mixed(values, total, top)
+
+
+def over_context(
+    q: Array,
+    k: Array,
+    v: Array,
+    context_k: Array,
+    context_v: Array,
+    anchors: Array,
+    segments: Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> Array:
+    """Attend with each slot of a block to the context before its anchor, and to its block.
+
+    Only the scores of a few blocks exist at a time; the backward pass computes them again.
+
+    Args:
+      q: [B, H, A * S, D], block by block.
+      k: [B, Hkv, A * S, D], of the slots.
+      v: [B, Hkv, A * S, D].
+      context_k: [B, Hkv, T, D].
+      context_v: [B, Hkv, T, D].
+      anchors: int32 [B, A], positions in the context; slot i of a block stands i positions later.
+      segments: int32 [B, T]; a block only sees the segment of its anchor.
+      causal: whether a slot sees only earlier slots of its block.
+      window: number of positions back that a slot sees, its own included; None for all.
+
+    Returns:
+      [B, H, A * S, D].
+    """
+    batch, heads, rows, width = q.shape
+    kv_heads, count = k.shape[1], anchors.shape[1]
+    slots = rows // count
+    together = max(1, min(count, QUERY_BLOCK // slots))
+    missing = -count % together
+
+    def pieces(x: Array, *axes: int) -> Array:
+        """Reshape [B, ..., A * S, D] to [A / c, B, ..., c, S, D]."""
+        x = x.reshape(batch, *axes, count, slots, width)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, missing), (0, 0), (0, 0)])
+        x = x.reshape(*x.shape[:-3], -1, together, slots, width)
+        return jnp.moveaxis(x, -4, 0)
+
+    at = jnp.pad(anchors, ((0, 0), (0, missing))).reshape(batch, -1, together).swapaxes(0, 1)
+    q = pieces(q * width**-0.5, kv_heads, heads // kv_heads)
+    run = ft.partial(_some_blocks, context_k, context_v, segments, causal, window)
+    mixed = jax.lax.map(run, (q, pieces(k, kv_heads), pieces(v, kv_heads), at))
+    mixed = jnp.moveaxis(mixed, 0, -4)  # [B, Hkv, G, A / c, c, S, D]
+    mixed = mixed.reshape(*mixed.shape[:3], -1, slots, width)[..., :count, :, :]
+    return mixed.reshape(batch, heads, rows, width)
+
+
+@ft.partial(jax.checkpoint, static_argnums=(3, 4))
+def _some_blocks(context_k, context_v, segments, causal, window, blocks) -> Array:
+    """Attend with the queries [B, Hkv, G, c, S, D] of some blocks."""
+    q, k, v, anchors = blocks
+    slots, position = q.shape[-2], jnp.arange(context_k.shape[2])
+    segment = jnp.take_along_axis(segments, anchors, 1)[..., None]
+    visible = (position < anchors[..., None]) & (segments[:, None] == segment)
+    visible = jnp.broadcast_to(visible[:, :, None], (*anchors.shape, slots, position.size))
+    if window is not None:
+        here = anchors[..., None] + jnp.arange(slots)
+        visible &= position > here[..., None] - window
+    context = jnp.einsum("bhgcsd,bhtd->bhgcst", q, context_k)
+    context = jnp.where(visible[:, None, None], context, MASKED)
+    inside = jnp.einsum("bhgcsd,bhcud->bhgcsu", q, k)
+    behind = jnp.arange(slots)[:, None] - jnp.arange(slots)
+    visible = behind >= 0 if causal else jnp.full(behind.shape, True)
+    inside = jnp.where(visible if window is None else visible & (behind < window), inside, MASKED)
+    weights = jax.nn.softmax(jnp.concatenate([context, inside], -1), -1)
+    context, inside = jnp.split(weights, [position.size], -1)
+    return jnp.einsum("bhgcst,bhtd->bhgcsd", context, context_v) + jnp.einsum(
+        "bhgcsu,bhcud->bhgcsd", inside, v
+    )

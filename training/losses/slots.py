@@ -18,10 +18,10 @@ import numpy as np
 
 from jspec.core.types import Array
 from jspec.models.attend import Attend
-from training.attention import causal
-from training.errors import bad_option, check_each, check_least
 from training.losses.guesses import Rows
-from training.task import drawing_key
+from training.networks.attention import causal
+from training.trainer.task import drawing_key
+from training.util.errors import bad_option, check_each, check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Slots(NamedTuple):
     def rows_of(self, states: Array, labels: Array, totals: Sequence[Array] = ()) -> Rows:
         """Return the judges, given the target's states [B, R, D] and the labels [B, R] behind.
 
-        ``totals`` are ``log_total`` and ``likeliest`` [B, R] of ``Rows``, if they are known.
+        ``totals`` are ``log_total`` and ``likeliest`` [B, R] of ``Rows``, if they were computed.
         """
         states, labels, *totals = (_take(x, self.judges) for x in (states, labels, *totals))
         return Rows(states, labels, self.weights[..., None], self.depths[:, None], *totals)
@@ -111,10 +111,9 @@ def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = (
     anchors = jnp.split(slots.anchors, cuts, axis=1)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        limits = {"segments": segments, "window": windows[layer] if windows else None}
         queries, keys, values = (jnp.split(x, cuts, axis=2) for x in (q, k, v))
-        text = keys[0], values[0]
-        mixed = [causal(queries[0], *text, **limits)]
+        window = windows[layer] if windows else None
+        mixed = [causal(queries[0], keys[0], values[0], segments=segments, window=window)]
         for depth, count in enumerate(counts[1:], 1):
             # The rows of a depth are the first ones of every smaller depth but 0.
             above = slice(1, depth + 1)
@@ -122,8 +121,18 @@ def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = (
                 (key[..., :count, :], value[..., :count, :])
                 for key, value in zip(keys[above], values[above], strict=True)
             ]
-            at = {"anchors": anchors[depth], "ahead": depth}
-            mixed.append(causal(queries[depth], *text, **at, **limits, later=later))
+            mixed.append(
+                causal(
+                    queries[depth],
+                    keys[0],
+                    values[0],
+                    anchors=anchors[depth],
+                    ahead=depth,
+                    segments=segments,
+                    window=window,
+                    later=later,
+                )
+            )
         return jnp.concatenate(mixed, 2)
 
     return attend

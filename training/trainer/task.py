@@ -6,8 +6,7 @@ import jax
 from flax import struct
 
 from jspec.core.types import Array
-from jspec.models.decoder import DecoderParams
-from training.batches import Batch
+from training.data.batch import Batch
 
 
 @struct.dataclass
@@ -57,13 +56,3 @@ class Task(Protocol):
 def drawing_key(key: Array | None) -> Array:
     """Return ``key``, or a constant key so that every evaluation draws the same."""
     return jax.random.key(0) if key is None else key
-
-
-@struct.dataclass
-class Frozen:
-    """Weights that are not trained."""
-
-    target: DecoderParams  # weights of the target
-    start: Any = None  # initial weights of the drafter, or None for fresh ones
-    # int32 [Vd], ascending, if the drafter knows only some tokens; else None.
-    draft_to_target: Array | None = None

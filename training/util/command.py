@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jspec.util.processes import exit_at_once
-from training.errors import OptionError, Stopped, TrainingError, file_error
+from training.util.errors import OptionError, Stopped, TrainingError, file_error
 
 Settings = TypeVar("Settings")
 _SIGNAL = 128  # exit codes above it are those of signals

@@ -1,0 +1,1 @@
+"""Forward passes of training: attention, matmuls, and the target over packed windows."""

@@ -1,0 +1,1 @@
+"""Command lines, errors, digests, locks, progress bars and provenance of all scripts."""
