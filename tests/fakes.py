@@ -30,6 +30,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, sampling, trees
+from jspec.core.entries import AttentionKV
 from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Drafter, Params, Sampling, Target, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
@@ -49,7 +50,7 @@ class ToyTarget(Target):
     max_positions: int = 4096
 
     def init_cache(self, batch, capacity):
-        return kv_cache.KVCache((), jnp.zeros((batch,), jnp.int32))
+        return kv_cache.empty(batch, ())
 
     def forward(self, params, tokens, tree, cache, capture_layers=()):
         return TargetOutput(params[tokens], (), ())
@@ -70,7 +71,7 @@ class PrefixTarget(ToyTarget):
     """
 
     def init_cache(self, batch, capacity):
-        return kv_cache.allocate(1, batch, 1, capacity, 1, jnp.int32)
+        return kv_cache.empty(batch, [AttentionKV.empty(batch, 1, capacity, 1, jnp.int32)])
 
     def forward(self, params, tokens, tree, cache, capture_layers=()):
         tree = trees.broadcast(tree, tokens.shape[0])
@@ -83,7 +84,7 @@ class PrefixTarget(ToyTarget):
         path = jnp.where(above, nodes[:, None, :], 0).sum(-1, dtype=jnp.uint32)
         row = _scramble(prefix[:, None] + path) % params.shape[0]
         entry = tokens[:, None, :, None]
-        return TargetOutput(params[row], (), (kv_cache.AttentionKV(entry, entry),))
+        return TargetOutput(params[row], (), (AttentionKV(entry, entry),))
 
 
 def _scramble(x: Array) -> Array:

@@ -6,11 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec.core import kv_cache
 from jspec.core.types import Params
-from jspec.engine import slots
+from jspec.engine import pages, slots
 from jspec.engine.loop import init_shared, launch
-from jspec.engine.pages import page_layers
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from tests import shipped
@@ -38,9 +36,9 @@ def lowered(
     empty = functools.partial(slots.allocate, plan, has_pages=False)
     state = jax.eval_shape(lambda given: empty(given, SLOTS, CAPACITY).detached(), params)
     num_pages = SLOTS * CAPACITY // PAGE_SIZE + 1
-    layers = page_layers(plan, params, PAGE_SIZE)
-    pool = functools.partial(kv_cache.allocate_pool, num_pages=num_pages, in_bits=True)
-    state = state.replace(pools=tuple(jax.eval_shape(pool, each) for each in layers))
+    caches = pages.shapes_of(plan, params, PAGE_SIZE)
+    pools = functools.partial(pages.allocate, caches, num_pages, PAGE_SIZE, in_bits=True)
+    state = state.replace(pools=jax.eval_shape(pools))
     return launch.lower(
         rounds or plan,
         profile,

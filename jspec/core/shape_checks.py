@@ -117,20 +117,20 @@ def check_forward(
 def _check_entries(
     name: str, nodes: tuple[int, int], entries: tuple[Any, ...], layers: tuple[Any, ...]
 ) -> None:
-    """Check that ``kv_cache.append`` can write the entries; one slot would broadcast to N."""
-    if jax.tree.structure(entries) != jax.tree.structure(layers):
+    """Check that the entries of a cache can append these; one slot would broadcast to N."""
+    expected = tuple(layer.of_nodes(*nodes) for layer in layers)
+    if jax.tree.structure(entries) != jax.tree.structure(expected):
         raise ValueError(
             f"{name} gave tree_kv={_kinds(entries)} for a cache of layers={_kinds(layers)}; give "
-            "an entry of the cache's own kind for each layer."
+            f"{_kinds(expected)}: what the entry of each layer appends."
         )
-    buffers = jax.tree.leaves(layers)
-    for (path, leaf), like in zip(jax.tree.leaves_with_path(entries), buffers, strict=True):
-        shape = (nodes[0], like.shape[1], nodes[1], *like.shape[3:])
-        if jnp.shape(leaf) != shape:
+    leaves = jax.tree.leaves(expected)
+    for (path, leaf), like in zip(jax.tree.leaves_with_path(entries), leaves, strict=True):
+        if jnp.shape(leaf) != like.shape:
             raise ValueError(
                 f"{name} gave tree_kv{jax.tree_util.keystr(path)} of shape "
-                f"{list(jnp.shape(leaf))} in place of {list(shape)}: the cache's shape, with a "
-                f"slot for each of the N={nodes[1]} nodes."
+                f"{list(jnp.shape(leaf))} in place of {list(like.shape)}: the cache's shape, with "
+                f"a slot for each of the N={nodes[1]} nodes."
             )
 
 

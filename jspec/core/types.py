@@ -147,7 +147,8 @@ class TargetOutput:
 
     logits: Array  # [B, N, V]
     features: tuple[Array, ...]  # hidden states [B, N, D], one for each of ``capture_layers``
-    tree_kv: tuple[Any, ...]  # cache entries of the nodes, one per layer, with N slots
+    # Values of the nodes that each layer's cache entry may append, nodes on axis 2 (``entries``).
+    tree_kv: tuple[Any, ...]
 
 
 @struct.dataclass

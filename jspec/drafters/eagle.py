@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jspec.core import kv_cache
+from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
@@ -29,7 +29,7 @@ class _Frontier(NamedTuple):
 
     hidden: Array  # [B, F, D], their outputs
     visible: Array  # [B, F, M], side slots that they see: those above them, and their own
-    side: tuple[kv_cache.AttentionKV, ...]  # [B, Hkv, M, head_dim] a layer
+    side: tuple[AttentionKV, ...]  # [B, Hkv, M, head_dim] a layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from jspec.core import kv_cache
+from jspec.core.entries import Entry
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
@@ -29,7 +29,7 @@ class _Frontier(NamedTuple):
 
     hidden: Array  # [B, F, D], their outputs
     visible: tuple[Array, ...]  # [B, F, M] a module: its side slots above them, and their own
-    side: tuple[tuple[kv_cache.Entry, ...], ...]  # entries of M slots a module
+    side: tuple[tuple[Entry, ...], ...]  # entries of M slots a module
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Params
-from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages
+from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages, without_prefix
 from jspec.engine.plan import Plan
 from jspec.util.messages import shown
 
@@ -62,10 +62,10 @@ def pool_if_any(
                 "does not have; leave it out."
             )
         return None
-    if shares_prefixes and plan.drafter.lookahead is None:
+    part = without_prefix(plan, params) if shares_prefixes else None
+    if part is not None:
         raise ValueError(
-            f"enable_prefix_caching=True: {drafter} cannot start behind a cached prefix; leave it "
-            "out."
+            f"enable_prefix_caching=True: {part} cannot start behind a cached prefix; leave it out."
         )
     shares = shares_prefixes is not False
     return pool_of(plan, params, num_tokens=num_tokens, enable_prefix_caching=shares, **given)

@@ -35,7 +35,8 @@ class Pool:
       num_pages: pages to begin with, one of which is the null page.
       page_size: tokens of a page.
       most: pages that the pool may grow to, by doubling, when they run out; None for ``num_pages``.
-      enable_prefix_caching: whether sequences that begin alike share pages.
+      enable_prefix_caching: whether sequences that begin alike share pages, if target and drafter
+        can begin behind them (``without_prefix``).
       dtype: of keys and values in pages; None for that of the caches.
 
     Raises:
@@ -57,16 +58,21 @@ class Pool:
         for name, value, least in (("page_size", page_size, 1), ("num_pages", num_pages, 2)):
             if not is_whole(value, least):
                 raise ValueError(f"{name}={shown(value)} must be whole and at least {least}.")
-        caches = _caches_of_page(plan, params, page_size, dtype)
-        self._like = tuple(cache.layers for cache in caches)
-        self._in_bits = jax.default_backend() == "cpu"
+        caches = shapes_of(plan, params, page_size)
+        self._allocate = functools.partial(
+            allocate,
+            caches,
+            page_size=page_size,
+            dtype=dtype,
+            in_bits=jax.default_backend() == "cpu",
+        )
         self.buffers = self._allocate(num_pages)
         self.blocks = BlockPool(
             num_pages,
             page_size,
             window=kv_cache.widest(cache.window for cache in caches),
             lookahead=plan.drafter.lookahead,
-            shares_prefixes=enable_prefix_caching,
+            shares_prefixes=enable_prefix_caching and not without_prefix(plan, params),
             most=most,
             extend=self._extend,
         )
@@ -109,12 +115,6 @@ class Pool:
         """True if a program that failed has consumed the buffers."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.buffers))
 
-    def _allocate(self, num_pages: int) -> tuple[Any, ...]:
-        allocate = lambda: tuple(
-            kv_cache.allocate_pool(layers, num_pages, self._in_bits) for layers in self._like
-        )
-        return jax.jit(allocate)()
-
     def _extend(self, count: int) -> bool:
         """Have memory for ``count`` pages; return False if there is too little."""
         try:
@@ -145,32 +145,49 @@ def check(plan: Plan) -> None:
         )
 
 
-def page_layers(
-    plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None
-) -> tuple[Any, ...]:
-    """Return the shapes of one page in each cache of target and drafter."""
-    return tuple(cache.layers for cache in _caches_of_page(plan, params, size, dtype))
+def without_prefix(plan: Plan, params: Params) -> str | None:
+    """Return who cannot begin behind a cached prefix, by name; None if target and drafter can.
+
+    Pages do not hold a layer's state of a row, as of a recurrence.
+    """
+    caches = shapes_of(plan, params, 1)
+    has_state = [any(not entry.has_pages for entry in cache.layers) for cache in caches]
+    if has_state[0]:
+        return type(plan.target).__name__
+    if any(has_state) or plan.drafter.lookahead is None:
+        return type(plan.drafter).__name__
+    return None
 
 
-def _caches_of_page(
-    plan: Plan, params: Params, size: int, dtype: jnp.dtype | None
-) -> list[kv_cache.KVCache]:
+def shapes_of(plan: Plan, params: Params, capacity: int) -> list[kv_cache.KVCache]:
+    """Return the shapes of the caches of target and drafter for one row, the target's first."""
     request, _ = request_of([None], Profile(), plan.target.vocab_size)
     caches = lambda: kv_cache.caches_of(
-        (plan.target.init_cache(1, size), plan.drafter.init(params, request, size))
+        (plan.target.init_cache(1, capacity), plan.drafter.init(params, request, capacity))
     )
-    # Drafters may allocate more slots than asked for, but all caches share the table of pages.
-    shape = lambda like: (*like.shape[:2], size, *like.shape[3:])
-    stored = lambda like: jax.ShapeDtypeStruct(shape(like), dtype or like.dtype)
-    return [
-        cache.replace(layers=jax.tree.map(stored, cache.layers)) for cache in jax.eval_shape(caches)
-    ]
+    return jax.eval_shape(caches)
+
+
+def allocate(
+    caches: Sequence[kv_cache.KVCache],
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype | None = None,
+    *,
+    in_bits: bool = False,
+) -> tuple[Any, ...]:
+    """Return empty pools for caches, which may be shapes; see ``kv_cache.allocate_pool``."""
+    pools = lambda: tuple(
+        kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
+        for cache in caches
+    )
+    return jax.jit(pools)()
 
 
 def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None) -> int:
     """Return the bytes of one page in all caches."""
-    leaves = jax.tree.leaves(page_layers(plan, params, size, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    pages = jax.eval_shape(lambda: allocate(shapes_of(plan, params, size), 1, size, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
 
 
 @functools.partial(jax.jit, static_argnames="count")

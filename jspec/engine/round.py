@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, shape_checks, token_fsm, trees
+from jspec.core.entries import NODE_AXIS
 from jspec.core.history import extend_history, root_alone, trim_draft, with_root
 from jspec.core.packing import Packing, packing_of
 from jspec.core.types import (
@@ -44,7 +45,7 @@ class DecodeState:
     round: Array  # [] int32
     # Features that the drafter misses while K = 0; None if it never pauses (``engine.backlog``).
     missed: backlog.Waiting | None = None
-    # The layers of the caches above, in order, where these have pages: what ``launch`` attaches.
+    # The pools of the caches above, in order, where these have pages: what ``launch`` attaches.
     pools: tuple[Any, ...] = ()
 
     def attached(self, table: Array | None) -> "DecodeState":
@@ -55,7 +56,7 @@ class DecodeState:
         return self.replace(cache=cache, memory=memory, pools=())
 
     def detached(self) -> "DecodeState":
-        """Return the state with the layers of its caches in ``pools``."""
+        """Return the state with the pages of its caches in ``pools``."""
         (cache, memory), pools = kv_cache.detach((self.cache, self.memory))
         return self.replace(cache=cache, memory=memory, pools=pools)
 
@@ -289,7 +290,7 @@ def _pad(
     out = TargetOutput(
         logits=nodes(1)(out.logits),
         features=jax.tree.map(nodes(1), out.features),
-        tree_kv=jax.tree.map(nodes(2), out.tree_kv),
+        tree_kv=jax.tree.map(nodes(NODE_AXIS), out.tree_kv),
     )
     return out, verdict.replace(path=_widen(verdict.path, 1, max_depth + 1))
 

@@ -30,7 +30,7 @@ def buffer_size(plan: Plan, longest: int) -> int:
 def allocate(plan: Plan, params: Params, batch: int, size: int, has_pages: bool) -> DecodeState:
     """Return the state of ``batch`` empty rows in buffers of ``size`` tokens.
 
-    All rows are done. With pages, caches have no layers of their own.
+    All rows are done. With pages, caches have no slots of their own.
     """
     request, _ = request_of([None] * batch, Profile(), plan.target.vocab_size)
     missed, spare = None, 0

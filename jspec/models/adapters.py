@@ -34,10 +34,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import errors as flax_errors
-from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV, TokenSlots
 from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import decoder, probe
 from jspec.models.probe import check
@@ -76,11 +76,11 @@ class CachedTarget(AdaptedTarget):
 
     def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
         """Return an empty cache of ``capacity`` slots per row."""
-        layers = tuple(
-            kv_cache.allocate(1, batch, heads, capacity, size, jnp.dtype(dtype)).layers[0]
+        layers = (
+            AttentionKV.empty(batch, heads, capacity, size, jnp.dtype(dtype))
             for heads, size, dtype in self.entries
         )
-        return kv_cache.KVCache(layers, jnp.zeros((batch,), jnp.int32))
+        return kv_cache.empty(batch, layers)
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
@@ -92,21 +92,13 @@ class CachedTarget(AdaptedTarget):
         return TargetOutput(logits, _captured(hidden, capture_layers), tuple(tree_kv))
 
 
-@struct.dataclass
-class TokenSlots:
-    """The cache entry of a model without a cache: the committed tokens."""
-
-    tokens: Array  # [B, 1, S, 1] int32
-
-
 @dataclasses.dataclass(frozen=True)
 class StatelessTarget(AdaptedTarget):
     """A causal model that runs over the full text in every round."""
 
     def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
         """Return an empty buffer of ``capacity`` tokens per row."""
-        slots = TokenSlots(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
-        return kv_cache.KVCache((slots,), jnp.zeros((batch,), jnp.int32))
+        return kv_cache.empty(batch, [TokenSlots.empty(batch, capacity)])
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix.

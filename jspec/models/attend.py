@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.entries import Entry
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
@@ -27,7 +28,7 @@ def attention_over(
     implementation: str | None = None,
     rows: Array | None = None,
     packing: Packing | None = None,
-) -> tuple[Attend, list[kv_cache.Entry]]:
+) -> tuple[Attend, list[Entry]]:
     """Return an ``attend`` over a committed prefix and a draft tree.
 
     Args:
@@ -85,14 +86,14 @@ def _by_tokens(arrange: Callable[[Array], Array], x: Array) -> Array:
 
 def attention_beside(
     cache: kv_cache.KVCache,
-    side: tuple[kv_cache.Entry, ...],
+    side: tuple[Entry, ...],
     slot: Array,
     mask: Array,
     positions: Array,
     *,
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
-) -> tuple[Attend, list[kv_cache.Entry]]:
+) -> tuple[Attend, list[Entry]]:
     """Return an ``attend`` over a committed prefix and side buffers, for steps of a draft network.
 
     Args:

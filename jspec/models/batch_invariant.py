@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec import ops
 from jspec.core import kv_cache
+from jspec.core.entries import Entry
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder
 from jspec.models.attend import Attend
@@ -91,7 +92,7 @@ class BatchInvariantDecoder(Decoder):
 
 def _attention_over(
     cache: kv_cache.KVCache, windows: tuple[int | None, ...]
-) -> tuple[Attend, list[kv_cache.Entry]]:
+) -> tuple[Attend, list[Entry]]:
     """Return ``attention_over`` for chains, with sums in the order of positions."""
     entries = list(cache.layers)
 

@@ -13,6 +13,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, shape_checks, trees, validation
+from jspec.core.entries import AttentionKV, LatentKV
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models.attend import Attend, attention_over
@@ -290,10 +291,14 @@ def mlp(layer, config, x, linear, packing=None) -> Array:
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """Return an empty cache of ``capacity`` slots per row."""
     dtype = jnp.dtype(config.cache_dtype)
-    if config.mla:
-        return kv_cache.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
-    sizes = config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype
-    return kv_cache.allocate(*sizes).replace(window=kv_cache.widest(config.windows))
+
+    def entry() -> AttentionKV | LatentKV:
+        if config.mla:
+            return LatentKV.empty(batch, capacity, config.mla.width, dtype)
+        return AttentionKV.empty(batch, config.num_kv_heads, capacity, config.head_dim, dtype)
+
+    layers = [entry() for _ in range(config.num_layers)]
+    return kv_cache.empty(batch, layers, window=kv_cache.widest(config.windows))
 
 
 def forward(

@@ -11,14 +11,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
-from jspec.core import kv_cache
 from jspec.core.sampling import FILTERS
 from jspec.core.types import Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
-from jspec.engine import slots
+from jspec.engine import pages, slots
 from jspec.engine.budget import Budget
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
-from jspec.engine.pages import page_layers
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
@@ -284,9 +282,8 @@ def _state(plan: Plan, params: Params) -> DecodeState:
 
 def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState) -> DecodeState:
     """Return the state with pools in place of the layers of its caches."""
-    layers = page_layers(plan, params, PAGE_SIZE)
-    pools = tuple(kv_cache.allocate_pool(each, PAGES, in_bits=False) for each in layers)
-    return state.detached().replace(pools=pools)
+    caches = pages.shapes_of(plan, params, PAGE_SIZE)
+    return state.detached().replace(pools=pages.allocate(caches, PAGES, PAGE_SIZE))
 
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from jspec.core import kv_cache
+from jspec.core.entries import AttentionKV, dtype_of
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
 from jspec.drafters import DraftModel
@@ -484,15 +486,15 @@ def test_nothing_leaks_after_ten_thousand_random_requests():
 def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     rng = np.random.default_rng(0)
     heads, dim, page, batch = 2, 4, 4, 3
-    dtype = kv_cache.dtype_of(jnp.zeros(0, stored))
-    plain = kv_cache.allocate(2, batch, heads, 24, dim, dtype)
-    like = kv_cache.allocate(2, 1, heads, page, dim, dtype).layers
-    pools = kv_cache.allocate_pool(like, 20, stored == jnp.uint16)
+    dtype = dtype_of(jnp.zeros(0, stored))
+    layers = [AttentionKV.empty(batch, heads, 24, dim, dtype) for _ in range(2)]
+    plain = kv_cache.empty(batch, layers)
+    pools = kv_cache.allocate_pool(plain, 20, page, in_bits=stored == jnp.uint16)
     table = rng.permutation(np.arange(1, 19)).reshape(batch, 6).astype(np.int32)
     cache = kv_cache.KVCache(pools, jnp.zeros(batch, jnp.int32), table)
     for _ in range(4):
         new = lambda: jnp.asarray(rng.normal(size=(batch, heads, 6, dim)), dtype)
-        fresh = tuple(kv_cache.AttentionKV(new(), new()) for _ in range(2))
+        fresh = tuple(AttentionKV(new(), new()) for _ in range(2))
         rows = jnp.asarray(rng.integers(0, 6, (batch, 5)), jnp.int32)
         count = jnp.asarray(rng.integers(0, 6, batch), jnp.int32)
         plain = kv_cache.append(plain, fresh, rows, count)
@@ -501,7 +503,9 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     for pool, buffer in zip(
         jax.tree.leaves(cache.layers), jax.tree.leaves(plain.layers), strict=True
     ):
-        held = jnp.moveaxis(kv_cache.numbers(pool)[table], 1, 2).reshape(batch, heads, -1, dim)
+        held = jnp.moveaxis(lax.bitcast_convert_type(pool, dtype)[table], 1, 2).reshape(
+            batch, heads, -1, dim
+        )
         for row, length in enumerate(plain.length):
             np.testing.assert_array_equal(held[row, :, :length], buffer[row, :, :length])
     assert not jax.tree.leaves(cache.layers)[0][0].any()  # the page of nobody
@@ -560,8 +564,8 @@ def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
 
 def test_pages_of_all_caches_have_one_size_whatever_a_drafter_adds_to_its_buffers():
     plan = Plan(tiny.TARGET, tiny.DRAFT.with_backlog(16))
-    layers = jax.tree.leaves(pages.page_layers(plan, tiny.params(), 16))
-    assert {leaf.shape[2] for leaf in layers} == {16}
+    pool = Pool(plan, tiny.params(), num_pages=2, page_size=16)
+    assert {leaf.shape[2] for leaf in jax.tree.leaves(pool.buffers)} == {16}
 
 
 def test_a_fixed_pool_holds_no_memory_before_it_is_used():

@@ -25,6 +25,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, History
 from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
@@ -40,7 +41,7 @@ class ParallelMemory:
     """The draft model's cache, and the entries of a round that wait for its end."""
 
     cache: kv_cache.KVCache
-    side: tuple[kv_cache.AttentionKV, ...]  # [B, Hkv, reach, head_dim] a layer
+    side: tuple[AttentionKV, ...]  # [B, Hkv, reach, head_dim] a layer
     taken: Array  # [B] int32, how many of them are of committed tokens; 0: the row paused
 
     @property
@@ -143,7 +144,7 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
 
     def _pass(
         self, params, memory: ParallelMemory, history: History, taken: Array, width: int
-    ) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
+    ) -> tuple[Array, tuple[AttentionKV, ...]]:
         """Read up to ``width`` tokens, then the masks.
 
         Returns:

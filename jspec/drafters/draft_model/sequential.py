@@ -26,6 +26,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, validation
+from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, Drafter
 from jspec.drafters.base.tree_drafter import check_window
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
@@ -42,7 +43,7 @@ class DraftMemory:
     """The draft model's cache, and the entries of a round that wait for the verdict."""
 
     cache: kv_cache.KVCache
-    side: tuple[kv_cache.AttentionKV, ...]  # [B, Hkv, backlog + K-1, head_dim] a layer
+    side: tuple[AttentionKV, ...]  # [B, Hkv, backlog + K-1, head_dim] a layer
     taken: Array  # [B] int32, committed tokens that the round's first pass read; 0: it paused
     drafted: Array  # [B, K-1] int32, drafted tokens that the model read, all but the last; or -1
 

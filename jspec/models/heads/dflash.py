@@ -29,6 +29,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV, dtype_of
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.blocks import rope as rope_lib
@@ -136,7 +137,7 @@ def inject(
     positions: Array,
     *,
     linear: Linear = ops.linear,
-) -> tuple[kv_cache.AttentionKV, ...]:
+) -> tuple[AttentionKV, ...]:
     """Return each layer's cache entry of context [B, n, D] at int32 positions [B, n].
 
     The entries [B, Hkv, n, head_dim] are for ``kv_cache.append``.
@@ -145,13 +146,13 @@ def inject(
     cos, sin = rope_lib.cos_sin(sizes.rope, sizes.rope_dim, positions)
     queries = sizes.qkv_sizes[0]
 
-    def entry(layer: LayerParams) -> kv_cache.AttentionKV:
+    def entry(layer: LayerParams) -> AttentionKV:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
         both = decoder.affine(context, layer.qkv[:, queries:], bias, linear)
         k, v = jnp.split(both.reshape(*context.shape[:-1], -1, sizes.head_dim), 2, axis=2)
         if sizes.qk_norm:
             k = sizes.norm(k, layer.k_norm)
-        return kv_cache.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
+        return AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
 
     return tuple(entry(layer) for layer in params.layers)
 
@@ -210,8 +211,8 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
         words = trees.pack_bits(mask)
         return ops.attention(
             q,
-            k.astype(kv_cache.dtype_of(entry.k)),
-            v.astype(kv_cache.dtype_of(entry.v)),
+            k.astype(dtype_of(entry.k)),
+            v.astype(dtype_of(entry.v)),
             jnp.broadcast_to(words, (batch, *words.shape)),
             entry.k,
             entry.v,

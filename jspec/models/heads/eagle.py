@@ -33,6 +33,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.blocks import rope as rope_lib
@@ -214,7 +215,7 @@ def prefill(
     features: Array,
     cache: kv_cache.KVCache,
     rows: Array | None = None,
-) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
+) -> tuple[Array, tuple[AttentionKV, ...]]:
     """Run n rows of true features, e and f [B, n, D], which follow those in the cache.
 
     Returns:

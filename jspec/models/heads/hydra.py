@@ -20,6 +20,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.blocks.arithmetic import normal
@@ -122,7 +123,7 @@ def prefill(
     hidden: Array,
     cache: kv_cache.KVCache,
     rows: Array | None = None,
-) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
+) -> tuple[Array, tuple[AttentionKV, ...]]:
     """Run the prefix layer over n hidden states [B, n, D], which follow those in the cache.
 
     Returns:

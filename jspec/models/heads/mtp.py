@@ -29,6 +29,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
+from jspec.core.entries import Entry
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.blocks import rope as rope_lib
@@ -126,7 +127,7 @@ def prefill(
     features: Array,
     cache: kv_cache.KVCache,
     rows: Array | None = None,
-) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
+) -> tuple[Array, tuple[Entry, ...]]:
     """Run n rows of a module, e and f [B, n, D], which follow those in its cache.
 
     ``features`` are those of the target or the outputs of the module before. The first row in the

@@ -1,0 +1,205 @@
+"""Entries of a cache: a layer's record of the committed tokens.
+
+A pass over N nodes reads the entries and writes nothing. It returns new values of the nodes for
+each layer. After the verdict the entry appends those of the accepted path itself. Two kinds: ::
+
+    slots    [B, H, S, D]   a value per token, which attention reads; an engine keeps them in pages
+    state    [B, ...]       one value for all tokens, as of a recurrent layer; a row of the batch
+
+A state is a subclass of ``Entry`` that defines ``of_nodes`` and ``append``. Its ``of_nodes`` may be
+of another class: for a recurrence, what a node adds to the state. A text cannot begin behind a
+cached prefix then, as pages hold no states.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec.core.types import Array
+
+NODE_AXIS = 2  # of all arrays that a pass returns for the nodes: [B, H, N, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """The nodes that every row appends.
+
+    Attributes:
+      path: int32 [B, R], indices of nodes, in the order of the text.
+      count: int32 [B], how many of them are committed; 0 in rows that stay as they are.
+      length: int32 [B], tokens that were committed before.
+      table: int32 [B, M], the pages of each row; None for caches without pages.
+    """
+
+    path: Array
+    count: Array
+    length: Array
+    table: Array | None = None
+    _starts: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+    def start(self, capacity: int) -> Array:
+        """Return the first slot [B] that each row writes, in buffers of ``capacity`` slots.
+
+        Rows with count 0 write to the end of the buffer. This makes the write address depend on the
+        verdict, so XLA schedules the write after every read of the round and copies no cache.
+        """
+        if capacity not in self._starts:
+            end = capacity - self.path.shape[1]
+            self._starts[capacity] = jnp.where(self.count > 0, self.length, end)
+        return self._starts[capacity]
+
+    @functools.cached_property
+    def steps(self) -> Array:
+        """0 to R - 1."""
+        return jnp.arange(self.path.shape[1])
+
+    @functools.cached_property
+    def slots(self) -> Array:
+        """The slots [B, R] of the nodes of the path."""
+        return self.length[:, None] + self.steps
+
+
+class Entry(abc.ABC):
+    """The record of one layer: a pytree of arrays [B, ...]."""
+
+    has_pages: ClassVar[bool] = False  # whether an engine keeps it in pages: it is a ``SlotEntry``
+
+    @abc.abstractmethod
+    def of_nodes(self, batch: int, count: int) -> Any:
+        """Return the shapes of the values of ``count`` nodes, as a pass returns them."""
+
+    @abc.abstractmethod
+    def append(self, new: Any, commit: Commit) -> Self:
+        """Return the entry behind the committed nodes of ``new``, the values of a pass.
+
+        Rows of count 0 must not change, and no value behind ``commit.count`` may have an effect.
+        """
+
+
+class SlotEntry(Entry):
+    """Buffers [B, H, S, D] with a slot for each token; with a table, pools [P, H, page, D]."""
+
+    has_pages = True
+
+    def of_nodes(self, batch: int, count: int) -> Self:
+        """See ``Entry``: the nodes have slots too."""
+        shape = lambda like: (batch, like.shape[1], count, *like.shape[3:])
+        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(shape(like), like.dtype), self)
+
+    def append(self, new: Self, commit: Commit) -> Self:
+        """See ``Entry``; all R slots are written without pages, and the first ``count`` with."""
+        write = _write_slots if commit.table is None else _write_pages
+        return jax.tree.map(functools.partial(write, commit), self, new)
+
+    def pool(
+        self, num_pages: int, page_size: int, dtype: jnp.dtype | None, *, in_bits: bool
+    ) -> Self:
+        """Return an empty pool of pages, in this entry's dtypes if ``dtype`` is None.
+
+        ``in_bits`` stores bfloat16 as uint16: XLA's CPU backend would convert the entire pool in
+        every read and write.
+        """
+
+        def empty(like: Array) -> Array:
+            stored = jnp.dtype(dtype or like.dtype)
+            stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
+            return jnp.zeros((num_pages, like.shape[1], page_size, *like.shape[3:]), stored)
+
+        return jax.tree.map(empty, self)
+
+
+@struct.dataclass
+class AttentionKV(SlotEntry):
+    """The keys and values of one layer."""
+
+    k: Array  # [B, Hkv, S, D]
+    v: Array  # [B, Hkv, S, D]
+
+    @classmethod
+    def empty(
+        cls, batch: int, num_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
+    ) -> Self:
+        """Return ``capacity`` empty slots per row."""
+        shape = (batch, num_heads, capacity, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def holding(self, k: Array, v: Array) -> Self:
+        """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
+        return AttentionKV(k.astype(dtype_of(self.k)), v.astype(dtype_of(self.v)))
+
+
+@struct.dataclass
+class LatentKV(SlotEntry):
+    """The latents of one layer of latent attention, which serve as keys and values."""
+
+    latent: Array  # [B, 1, S, D]
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int, width: int, dtype: jnp.dtype) -> Self:
+        """Return ``capacity`` empty slots per row, of ``width`` features."""
+        return cls(jnp.zeros((batch, 1, capacity, width), dtype))
+
+    @property
+    def k(self) -> Array:
+        """The keys."""
+        return self.latent
+
+    @property
+    def v(self) -> Array:
+        """The values, which are the same buffer."""
+        return self.latent
+
+    def holding(self, k: Array, v: Array) -> Self:
+        """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
+        del v
+        return LatentKV(k.astype(dtype_of(self.latent)))
+
+
+@struct.dataclass
+class TokenSlots(SlotEntry):
+    """The committed tokens, of a model that keeps nothing else."""
+
+    tokens: Array  # [B, 1, S, 1] int32
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int) -> Self:
+        """Return ``capacity`` empty slots per row."""
+        return cls(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
+
+
+def dtype_of(buffer: Array) -> jnp.dtype:
+    """Return the dtype of the numbers in a buffer; uint16 holds the bits of bfloat16."""
+    return jnp.dtype(jnp.bfloat16) if buffer.dtype == jnp.uint16 else buffer.dtype
+
+
+def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:
+    """Write the path's slots of ``fresh`` [B, H, N, D]: one ``dynamic_update_slice`` per row."""
+
+    @jax.vmap
+    def write(buffer: Array, fresh: Array, path: Array, start: Array) -> Array:
+        fresh = fresh[:, path].astype(buffer.dtype)
+        return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
+
+    return write(buffer, fresh, commit.path, commit.start(buffer.shape[2]))
+
+
+def _write_pages(commit: Commit, pool: Array, fresh: Array) -> Array:
+    """Write the committed slots of ``fresh`` [B, H, N, D]: one scatter of [D] windows.
+
+    The head's index is spelled out. As a window over all heads, XLA for TPU would copy the pool.
+    """
+    (num_pages, heads, page, _), steps, slots = pool.shape, commit.steps, commit.slots
+    ids = jnp.take_along_axis(commit.table, slots // page, 1, mode="clip")
+    ids = jnp.where(steps < commit.count[:, None], ids, num_pages)  # beyond it: dropped
+    fresh = fresh.astype(dtype_of(pool))
+    if fresh.dtype != pool.dtype:
+        fresh = lax.bitcast_convert_type(fresh, pool.dtype)
+    fresh = jnp.take_along_axis(fresh, commit.path[:, None, :, None], NODE_AXIS)
+    index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
+    return pool.at[index].set(fresh, mode="drop")
