@@ -24,7 +24,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import curve
 from benchmarks.kernels import KERNELS, REFERENCE
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Tree
@@ -137,11 +136,35 @@ def trace_passes(
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(params, cache, tokens, tree):
-        return curve.repeat(config, params, cache, tokens, tree, passes)
+        return repeated(config, params, cache, tokens, tree, passes)
 
     tree = jax.eval_shape(lambda: tree_of(Case(implementation, "chain", batch, 0, nodes)))
     tokens = jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
     return run.trace(params, like, tokens, tree)
+
+
+def repeated(
+    config: DecoderConfig,
+    params: DecoderParams,
+    cache: kv_cache.KVCache,
+    tokens: Array,
+    tree: Tree,
+    count: int,
+) -> tuple[kv_cache.KVCache, Array]:
+    """Run ``count`` passes over the nodes ``tokens`` [B, N] of ``tree``, each fed by the last.
+
+    Every pass writes the KV of all its nodes, and the prefix keeps its length.
+    """
+    rows = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    none = jnp.zeros(tokens.shape[:1], jnp.int32)
+
+    def body(_, carry):
+        cache, tokens = carry
+        out = decoder.forward(params, config, tokens, tree, cache)
+        cache = kv_cache.append(cache, out.tree_kv, rows, none)
+        return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, count, body, (cache, tokens))
 
 
 def programs(

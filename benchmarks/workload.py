@@ -1,15 +1,10 @@
-"""Cases and prompts of the benchmarks."""
+"""Prompts of the benchmarks, from sources that no model was trained on."""
 
-import dataclasses
-import hashlib
 import importlib.util
-import itertools
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-METHODS = ("autoregressive", "ngram", "draft_model")
 # Modules of the standard library that the demo models are not trained on (see their provenance).
 HELD_OUT = (
     "argparse",
@@ -21,50 +16,6 @@ HELD_OUT = (
     "tarfile",
     "textwrap",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row of the table.
-
-    Attributes:
-      method: one of ``METHODS``.
-      batch: rows decoded together.
-      temperature: 0 is greedy.
-      dtype: of the weights, ours and theirs.
-      num_speculative_tokens: K, 0 without speculation.
-      ngram_max: longest n-gram to look up; the shortest is 1.
-    """
-
-    method: str
-    batch: int
-    temperature: float
-    dtype: str
-    num_speculative_tokens: int
-    ngram_max: int = 3
-
-    @property
-    def peer_modes(self) -> tuple[str, ...]:
-        """The comparable modes of the peer, which speculates at batch 1 only."""
-        if self.batch > 1 or self.method == "autoregressive":
-            return ("eager", "compiled")
-        return {"ngram": ("prompt_lookup",), "draft_model": ("assisted",)}[self.method]
-
-
-def cases(
-    methods: Sequence[str],
-    batches: Sequence[int],
-    temperatures: Sequence[float],
-    dtypes: Sequence[str],
-    num_speculative_tokens: int,
-    ngram_max: int,
-) -> Iterator[Case]:
-    """Yield all combinations, ordered so that cases of one peer process are adjacent."""
-    for dtype, batch, temperature, method in itertools.product(
-        dtypes, batches, temperatures, methods
-    ):
-        num = 0 if method == "autoregressive" else num_speculative_tokens
-        yield Case(method, batch, temperature, dtype, num, ngram_max)
 
 
 def source_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
@@ -104,16 +55,3 @@ def edited(text: str, rng: np.random.Generator, index: int) -> str:
     drop, double = rng.integers(0, len(lines), 2)
     lines[double] *= 2
     return "".join(lines[:drop] + lines[drop + 1 :])
-
-
-def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Return token ids for models without a tokenizer, in which some n-grams occur twice."""
-    draws = np.random.default_rng(0).integers(2, vocab_size, (count, length))
-    half = length // 2
-    draws[:, -half:] = draws[:, :half]
-    return draws.tolist()
-
-
-def fingerprint(prompts: list[list[int]]) -> str:
-    """Return a short hash of the prompts, to compare runs."""
-    return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]

@@ -78,7 +78,7 @@ def _sizes(start: Start) -> list[str]:
 KINDS = {
     "transformers": Kind(
         Path(peer_transformers.__file__),
-        {"eager": None, "assisted": "draft_model", "prompt_lookup": "ngram"},
+        {"eager": None, "compiled": None, "assisted": "draft_model", "prompt_lookup": "ngram"},
         _of_transformers,
         makes_batches=False,
         drafts_in_batches=False,
@@ -170,7 +170,8 @@ class Peers:
             for mode, method in KINDS[name].modes.items():
                 alone = case.batch_size == 1 or KINDS[name].drafts_in_batches
                 if method is None or (self._config_of(method) is not None and alone):
-                    words = name if method is None else f"{name}, {mode.replace('_', ' ')}"
+                    is_plain = mode in ("eager", "plain")
+                    words = name if is_plain else f"{name}, {mode.replace('_', ' ')}"
                     yield words, self._fastest(name, mode, case, requests)
 
     def _fastest(

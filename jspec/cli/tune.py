@@ -33,7 +33,7 @@ def tune(
     max_tree_size: option(
         int, "Most nodes of a tree with the root, at least 4; 0: chains only."
     ) = 32,
-    max_programs: option(int, "Most candidates whose rounds are timed at a batch size.") = 12,
+    max_programs: option(int, "Most candidates that are measured at a batch size.") = 16,
     max_tokens: options.AnswerTokens = 128,
     prompt_tokens: options.PromptTokens = 0,
     num_questions: options.NumQuestions = 0,
@@ -43,7 +43,7 @@ def tune(
     output: option(
         Path | None, "File for the speculative_config, by batch size if there are several."
     ) = None,
-    json_file: option(Path | None, "File for all measurements and predictions.", "--json") = None,
+    json_file: option(Path | None, "File for all measurements.", "--json") = None,
 ) -> None:
     """Find the fastest speculative_config for your prompts; Ctrl-C keeps finished batch sizes."""
     model = options.model_of(model, model_flag)

@@ -179,11 +179,11 @@ class CaseTable:
             return []
         rows = []
         for each in field:
-            row = _row(self._case, each, field[0], self._questions) | self._facts[each.name]
+            row = row_of(self._case, each, field[0], self._questions) | self._facts[each.name]
             if self._case.temperature == 0:
                 row |= _equality(self._first[each.name].tokens, self._first[PLAIN].tokens)
             if isinstance(each.run, Ours):
-                row |= _acceptance(each.run, row["categories"])
+                row |= acceptance_of(each.run, row["categories"])
             else:
                 row |= _of_peer(each, field, row["categories"])
             rows.append(row)
@@ -202,7 +202,7 @@ class CaseTable:
             yield name, run, dict(run.settings)
 
 
-def _row(
+def row_of(
     case: Case, each: Contender, plain: Contender, questions: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return the speeds of a contender; ``questions`` counts them by category."""
@@ -265,7 +265,7 @@ def _of_peer(
     return facts
 
 
-def _acceptance(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def acceptance_of(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the acceptance of a contender's last run; add that of each category."""
     for name, counts in run.counts.items():
         categories[name]["acceptance_length"] = counts.tokens_per_pass

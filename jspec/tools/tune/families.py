@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jspec.api import config
@@ -31,16 +31,33 @@ _TOP_K = 4  # most children of a node
 _PROBE_NODES = 40  # of the tree that records acceptance
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """A config that may be the fastest."""
 
     family: "Family"
-    name: str  # for tables
-    config: Mapping[str, Any]  # as a user would write it
-    tree: StaticTree | None  # of its drafts; None if they have no static tree
-    depth: int  # edges from the root to the deepest leaf
-    size: int  # nodes with the root
+    tree: StaticTree | None = None  # of its drafts, or a chain; None for the config as it is
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        if self.tree is None:
+            return self.family.name
+        is_chain = max(self.tree.widths) == 1
+        size = "" if is_chain else f", tree of {self.tree.size} nodes"
+        return f"{self.family.name}{size}, K={self.tree.max_depth}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ``speculative_config``, as a user would write it."""
+        given = self.family.config
+        if self.tree is None:
+            return dict(given)
+        if max(self.tree.widths) > 1:
+            return {**given, "tree": [list(path) for path in self.tree.paths]}
+        # The default of token_recycling is a tree.
+        shape = {"tree": "chain"} if given.get("method") == "token_recycling" else {}
+        return {**given, "num_speculative_tokens": self.tree.max_depth, **shape}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,39 +78,19 @@ class Family:
 
     def chain(self, depth: int) -> Candidate:
         """Return the chain of K = ``depth``."""
-        return self.tree(chain(depth))
+        return self.tree((0,) * length for length in range(1, depth + 1))
 
-    def tree(self, tree: StaticTree) -> Candidate:
-        """Return the candidate of a static tree, or of a chain."""
-        name = f"{self.name}, K={tree.max_depth}"
-        if max(tree.widths) > 1:
-            name = f"{self.name}, tree of {tree.size} nodes, K={tree.max_depth}"
-            changes = {"tree": [list(path) for path in tree.paths]}
-        else:
-            changes = {"num_speculative_tokens": tree.max_depth}
-            if self.config.get("method") == "token_recycling":  # its default is a tree
-                changes["tree"] = "chain"
-        chosen = {**self.config, **changes}
-        return Candidate(self, name, chosen, tree, tree.max_depth, tree.size)
+    def tree(self, paths: Iterable[tuple[int, ...]]) -> Candidate:
+        """Return the candidate of the static tree of these rank paths."""
+        return Candidate(self, static_trees.from_choices(paths))
 
     @functools.cached_property
     def probe(self) -> Candidate:
-        """The candidate that records acceptance: the config itself, or the widest draft."""
-        if self.max_k is None:
-            plan = self.build(self.config).plan
-            tree = None if plan.lengths else _tree_of(plan.drafter)
-            return Candidate(self, self.name, self.config, tree, plan.max_depth, plan.tree_size)
-        if not self.takes_trees:
-            return self.chain(self.max_k)
+        """The widest tree, which records acceptance; only if the family takes trees."""
         full = tree_settings.full(self.max_k, _TOP_K)
         paths = tree_settings.best(min(_PROBE_NODES, full), self.max_k, _TOP_K).paths
         spine = [(0,) * depth + (rank,) for depth in range(self.max_k) for rank in range(_TOP_K)]
-        return self.tree(static_trees.from_choices({*paths, *spine}))
-
-
-def chain(depth: int) -> StaticTree:
-    """Return the static tree of a chain."""
-    return static_trees.from_choices([(0,) * length for length in range(1, depth + 1)])
+        return self.tree({*paths, *spine})
 
 
 def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
@@ -102,24 +99,17 @@ def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
     Raises:
       ValueError: a config does not fit the target.
     """
-    families = [Family("plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)]
-    for given in settings.configs:
-        for index, variant in enumerate(_variants(given, settings)):
-            try:
-                families.append(_family(variant, target, settings))
-            except ValueError:
-                if index == 0:
-                    raise
-                break  # the head drafts no deeper
+    plain = Family("plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)
+    families = [_family(given, target, settings) for given in settings.configs]
     # The search may give one model's config the K of another's: K alone must not name them.
-    names = names_of([family.config for family in families[1:]], unsaid=_DEPTH_KEYS)
-    named = zip(families[1:], names, strict=True)
-    return [families[0], *(dataclasses.replace(family, name=name) for family, name in named)]
+    names = names_of([family.config for family in families], unsaid=_DEPTH_KEYS)
+    named = zip(families, names, strict=True)
+    return [plain, *(dataclasses.replace(family, name=name) for family, name in named)]
 
 
-def check(given: Mapping[str, Any], settings: Settings) -> None:
+def check(given: Mapping[str, Any]) -> None:
     """Raise ValueError if a config is wrong for every target."""
-    _read(next(_variants(given, settings)))
+    _read(given)
 
 
 def _is_fixed(given: Mapping[str, Any]) -> bool:
@@ -128,16 +118,6 @@ def _is_fixed(given: Mapping[str, Any]) -> bool:
 
 def _read(given: Mapping[str, Any]) -> config.SpeculativeConfig:
     return config.read(given if _is_fixed(given) else {**given, "num_speculative_tokens": 1})
-
-
-def _variants(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[str, Any]]:
-    """Yield the config, or one for each K under ``block``, which judges a draft as a whole."""
-    by_draft = given.get("rejection_sample_method") == "block" and settings.temperature > 0
-    if _is_fixed(given) or not by_draft:
-        yield given
-        return
-    for depth in range(1, settings.max_speculative_tokens + 1):
-        yield {**given, "num_speculative_tokens": depth}
 
 
 def _family(given: Mapping[str, Any], target: LoadedModel, settings: Settings) -> Family:
@@ -155,8 +135,11 @@ def _family(given: Mapping[str, Any], target: LoadedModel, settings: Settings) -
         family.build(given)  # raises before anything is measured
         return family
     depth, drafter = _deepest(family, settings.max_speculative_tokens)
-    # Drafters with trees of their own, such as suffix, have no static tree.
-    takes_trees = bool(settings.max_tree_size) and _static_tree(drafter) is not None
+    # Drafters with trees of their own, such as suffix, have no static tree. Acceptance by node is
+    # not defined for ``block``, which judges a draft as a whole.
+    by_node = given.get("rejection_sample_method") != "block" or settings.temperature == 0
+    static = isinstance(getattr(drafter, "draft_tree", None), StaticTree)
+    takes_trees = settings.max_tree_size > 0 and depth > 1 and static and by_node
     return dataclasses.replace(family, max_k=depth, takes_trees=takes_trees)
 
 
@@ -168,17 +151,3 @@ def _deepest(family: Family, largest: int) -> tuple[int, Drafter]:
         except ValueError:
             continue
     return 1, family.build(family.chain(1).config).plan.drafter
-
-
-def _tree_of(drafter: Drafter) -> StaticTree | None:
-    """Return the static tree or the chain that a drafter drafts, if it has a fixed one."""
-    tree = _static_tree(drafter)
-    if tree is not None:
-        return tree
-    is_chain = drafter.tree_size == drafter.max_depth + 1 and drafter.max_depth > 0
-    return chain(drafter.max_depth) if is_chain else None
-
-
-def _static_tree(drafter: Any) -> StaticTree | None:
-    tree = getattr(drafter, "draft_tree", None)  # drafters of users' own need not have it
-    return tree if isinstance(tree, StaticTree) else None

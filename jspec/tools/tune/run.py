@@ -1,4 +1,4 @@
-"""``jspec tune``: record acceptance, then search and verify at each batch size."""
+"""``jspec tune``: record acceptance, then search at each batch size."""
 
 import dataclasses
 import os
@@ -9,16 +9,14 @@ from jspec.api.llm import LLM
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench.names import portable
-from jspec.tools.bench.questions import Question, Request, answered_by
-from jspec.tools.tune.acceptance import Recording, Round, record
-from jspec.tools.tune.families import Family, check, families_of
-from jspec.tools.tune.search import Search
+from jspec.tools.bench.questions import Question, answered_by
+from jspec.tools.tune.acceptance import record
+from jspec.tools.tune.families import check, families_of
+from jspec.tools.tune.search import Search, prompts_of
 from jspec.tools.tune.settings import Settings
-from jspec.tools.tune.workload import workload
 
 DEFINITION = (
-    "tokens/s: LLM.generate on all prompts, prefill and host included; predicted from recorded "
-    "acceptance and measured seconds of rounds, and measured in turns, median (least to most). "
+    "tokens/s: LLM.generate on all prompts, prefill and host included, median (least to most). "
     "speed-up: relative to plain decoding in the same turn. acceptance length: tokens emitted by a "
     "pass of the target, the bonus token and passes without a draft included."
 )
@@ -35,7 +33,8 @@ def tune(
     """Find the fastest ``speculative_config`` for each batch size; return the results for JSON.
 
     ``results["batches"]`` has an entry for each batch size. Its ``speculative_config`` is the
-    winner's, as ``LLM`` takes it, and its ``rows`` are the candidates that ran, the fastest first.
+    winner's, as ``LLM`` takes it. Its ``rows`` are the best two and plain decoding in turns, the
+    fastest first, and its ``candidates`` all that were measured.
 
     Args:
       model: the target, as in ``LLM``.
@@ -45,11 +44,10 @@ def tune(
       on_step: called with the words of a progress line.
 
     Raises:
-      ValueError: the model, a config and the questions do not fit together, or answers are too
-        short for the drafts of every method.
+      ValueError: the model, a config and the questions do not fit together.
     """
     for given in settings.configs:  # before weights are loaded
-        check(given, settings)
+        check(given)
     on_step("loading")
     target = loading.load(model, settings.dtype)
     families = families_of(target, settings)
@@ -62,16 +60,20 @@ def tune(
         "setting": dataclasses.asdict(settings) | {"configs": configs},
         "questions": len(requests),
         "left_out": left_out,
-        "left_out_methods": [],
         "interrupted": False,
         "acceptance": [],
         "batches": [],
     }
+    chances, most = {}, settings.case(max(settings.batch_sizes))
     try:
-        recordings = _record_all(families, requests, settings, results, on_step)
+        for family in (each for each in families if each.takes_trees):
+            on_step(f"recording the acceptance of {family.name}")
+            acceptance = record(family, prompts_of(requests, most), most)
+            chances[family] = acceptance.chances
+            results["acceptance"].append({"name": family.name, **acceptance.as_dict()})
         for size in settings.batch_sizes:
-            work = workload(settings.case(size), requests, target)
-            batch = Search(families, recordings, work, settings, on_step).run()
+            case = settings.case(size)
+            batch = Search(families, chances, requests, case, settings, on_step).run()
             results["batches"].append(batch)
             results["interrupted"] = batch["interrupted"]
             on_batch(results)
@@ -80,37 +82,3 @@ def tune(
     except KeyboardInterrupt:
         results["interrupted"] = True
     return results
-
-
-def _record_all(
-    families: Sequence[Family],
-    requests: Sequence[Request],
-    settings: Settings,
-    results: dict[str, Any],
-    on_step: Callable[[str], None],
-) -> list[Recording]:
-    """Record the acceptance of each family, on the prompts of all batch sizes.
-
-    Raises:
-      ValueError: answers are too short for the drafts of every method.
-    """
-    works = [workload(settings.case(n), requests, families[0].target) for n in settings.batch_sizes]
-    most, case = max(len(work.prompts) for work in works), settings.case(max(settings.batch_sizes))
-    work = workload(case, requests, families[0].target, most)
-    recordings = [Recording([[Round((), drafted=False)]] * len(work.prompts), False)]
-    for family in families[1:]:
-        on_step(f"recording the acceptance of {family.name}")
-        recording = record(family, work, len(requests), settings)
-        recordings.append(recording)
-        if recording.is_empty:
-            results["left_out_methods"].append(family.name)
-        elif recording.acceptance is not None:
-            line = {"name": family.name, **recording.acceptance.as_dict()}
-            results["acceptance"].append(line)
-    if all(recording.is_empty for recording in recordings[1:]):
-        raise ValueError(
-            f"answers of max_tokens={settings.max_tokens} or fewer are too short for the drafts of "
-            f"{', '.join(results['left_out_methods'])}: raise --max-tokens, or lower "
-            "--max-speculative-tokens."
-        )
-    return recordings

@@ -10,6 +10,7 @@ from jspec.tools.bench.settings import CommonSettings, check_whole
 # Nodes of the smallest static tree that is searched, and the step from one size to the next.
 # Devices pad the rows of a product to at least as many.
 TREE_STEP = 4
+SAMPLED_ANSWERS = 16  # at least, above temperature 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +24,13 @@ class Settings(CommonSettings):
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
       max_tree_size: most nodes of a tree with the root, at least 4; 0 searches chains only.
-      max_programs: most candidates whose rounds are measured at a batch size.
+      max_programs: most candidates that are measured at a batch size, besides plain decoding.
     """
 
     temperature: float = 0.0
     max_speculative_tokens: int = 8
     max_tree_size: int = 32
-    max_programs: int = 12
+    max_programs: int = 16
     patience: int = dataclasses.field(default=5, kw_only=True)
 
     def __post_init__(self):
