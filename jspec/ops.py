@@ -7,22 +7,20 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
+from jspec.core import weights
 from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import distributions
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import ordered, reference
 
-# XLA's CPU matmul for bfloat16 is fast from two rows on, and its rows are bit-equal from three rows
-# on. One padded row count makes a token's logits independent of N.
-_BFLOAT16_ROWS = 4
+# Products with weights, plain or not; ``core.weights`` has their kinds.
+linear, look_up = weights.linear, weights.look_up
 
 # Attention of a chain, summed in the order of positions; it reads a cache in whole blocks of slots.
 ordered_attention = ordered.attention
@@ -30,81 +28,6 @@ ORDERED_BLOCK = ordered.BLOCK
 
 IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
 REJECTION_SAMPLING_RULES = ("rejection", "block")
-
-
-@struct.dataclass
-class Transposed:
-    """A weight [I, O] that is stored as [O, I], for ``linear``.
-
-    XLA's CPU backend reads it up to twice as fast so, in bfloat16.
-    """
-
-    stored: Array  # [O, I]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(I, O)."""
-        return self.stored.shape[::-1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the weight."""
-        return self.stored.dtype
-
-
-def untransposed(params: Any) -> Any:
-    """Return a pytree with every ``Transposed`` weight as an array [I, O]."""
-    is_stored = lambda x: isinstance(x, Transposed)
-    return jax.tree.map(lambda x: x.stored.T if is_stored(x) else x, params, is_leaf=is_stored)
-
-
-def linear(x: Array, w: Array | Transposed, *, transposed: bool = False) -> Array:
-    """Return ``x @ w`` for x [..., I] and w [I, O], accumulated in float32 (or wider).
-
-    ``transposed`` takes w as [O, I], so that a tied head needs no copy of the embedding. A narrow w
-    is not widened in memory; x is rounded to its dtype. float32 weights multiply at full precision
-    on every device.
-    """
-    if isinstance(w, Transposed):
-        return linear(x, w.stored, transposed=not transposed)
-    dtype = jnp.promote_types(w.dtype, jnp.float32)
-    rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
-    count = rows.shape[0]
-    if w.dtype == jnp.bfloat16 and count < _BFLOAT16_ROWS:
-        rows = jnp.pad(rows, ((0, _BFLOAT16_ROWS - count), (0, 0)))
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-    out = lax.dot_general(rows, w, contracted, precision=precision, preferred_element_type=dtype)
-    return out[:count].reshape(*x.shape[:-1], out.shape[-1])
-
-
-@jax.custom_jvp
-def look_up(table: Array, ids: Array) -> Array:
-    """Return the rows [..., D] of an embedding table [V, D] at int32 ids [...].
-
-    XLA's CPU backend cannot gather bfloat16: it widens the table in every launch, and in every
-    round for a lookup in a branch. So the bits of narrow numbers are gathered there.
-    """
-    if table.dtype.itemsize >= 4:
-        return table[ids]
-    return lax.platform_dependent(table, ids, cpu=_rows_by_bits, default=_rows)
-
-
-def _rows(table: Array, ids: Array) -> Array:
-    return table[ids]
-
-
-def _rows_by_bits(table: Array, ids: Array) -> Array:
-    # The barrier ties the table to the ids: XLA must not copy it before the loop of the ids.
-    table, ids = lax.optimization_barrier((table, ids))
-    words = lax.bitcast_convert_type(table, f"uint{8 * table.dtype.itemsize}")
-    return lax.bitcast_convert_type(words[ids], table.dtype)
-
-
-@look_up.defjvp
-def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
-    table, ids = primals
-    return look_up(table, ids), tangents[0][ids]
 
 
 def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:

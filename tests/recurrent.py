@@ -41,7 +41,10 @@ class State(Entry):
     def append(self, new, commit):
         x = jnp.take_along_axis(new.x[:, 0], commit.path[..., None], 1)  # [B, R, D]
         is_committed = jnp.arange(x.shape[1]) < commit.count[:, None]
-        step = lambda index, h: jnp.where(is_committed[:, index, None], DECAY * h + x[:, index], h)
+
+        def step(index, h):
+            return jnp.where(is_committed[:, index, None], DECAY * h + x[:, index], h)
+
         return State(lax.fori_loop(0, x.shape[1], step, self.h))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 
-from jspec import ops
 from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.loading import LoadedModel
+from jspec.core.weights import as_arrays
 from training import trainer
 from training.data import report
 from training.data.loader import batches, held_out
@@ -130,7 +130,7 @@ def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     trainer.start_processes(settings.trainer)
     target = loading.load(settings.target, settings.weights_dtype)
     # Many rows at a time gain nothing, and ``training.networks.linear`` takes arrays.
-    target = dataclasses.replace(target, params=ops.untransposed(target.params))
+    target = dataclasses.replace(target, params=as_arrays(target.params))
     return target, trainer.first_process_first(
         lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
     )

@@ -23,7 +23,8 @@ from jax import lax
 
 from jspec.core.types import Array
 
-NODE_AXIS = 2  # of all arrays that a pass returns for the nodes: [B, H, N, ...]
+# The axis of the nodes in all arrays that a pass returns for them: [B, H, N, ...].
+NODE_AXIS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +90,12 @@ class SlotEntry(Entry):
 
     def of_nodes(self, batch: int, count: int) -> Self:
         """See ``Entry``: the nodes have slots too."""
-        shape = lambda like: (batch, like.shape[1], count, *like.shape[3:])
-        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(shape(like), like.dtype), self)
+
+        def shape(like: Array) -> jax.ShapeDtypeStruct:
+            sizes = (batch, like.shape[1], count, *like.shape[3:])
+            return jax.ShapeDtypeStruct(sizes, like.dtype)
+
+        return jax.tree.map(shape, self)
 
     def append(self, new: Self, commit: Commit) -> Self:
         """See ``Entry``; all R slots are written without pages, and the first ``count`` with."""

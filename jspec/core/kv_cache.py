@@ -113,8 +113,10 @@ def allocate_pool(
 
     See ``SlotEntry.pool`` for the arguments. The entries of ``cache`` may be shapes.
     """
-    pool = lambda entry: entry.pool(num_pages, page_size, dtype, in_bits=in_bits)
-    return tuple(pool(entry) if entry.has_pages else None for entry in cache.layers)
+    return tuple(
+        entry.pool(num_pages, page_size, dtype, in_bits=in_bits) if entry.has_pages else None
+        for entry in cache.layers
+    )
 
 
 def detach(tree: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -150,9 +152,10 @@ def rows_of(tree: Any, rows: Array) -> Any:
 
     def take(x: Any) -> Any:
         if isinstance(x, KVCache):
-            of_rows = lambda entry: entry if x.is_shared(entry) else jax.tree.map(take, entry)
-            layers, table = tuple(map(of_rows, x.layers)), x.table
-            table = None if table is None else take(table)
+            layers = tuple(
+                entry if x.is_shared(entry) else jax.tree.map(take, entry) for entry in x.layers
+            )
+            table = None if x.table is None else take(x.table)
             return x.replace(layers=layers, length=take(x.length), table=table)
         return x.at[rows].get(mode="clip") if x.ndim else x
 

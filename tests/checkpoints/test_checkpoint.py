@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import ops
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.files import model_files, safetensors_files
+from jspec.core.weights import Transposed, as_arrays
 from jspec.models.decoder import DecoderConfig, init_params
 
 CONFIG = DecoderConfig(
@@ -47,9 +47,7 @@ def saved(tmp_path, params):
 
 
 def assert_same(params, expected, dtype="float32"):
-    is_stored = lambda x: isinstance(x, ops.Transposed)
-    plain = lambda x: x.stored.T if is_stored(x) else x
-    params = jax.tree.map(plain, params, is_leaf=is_stored)
+    params = as_arrays(params)
     cast = jax.tree.map(lambda x: x.astype(dtype), expected)
     assert jax.tree.structure(params) == jax.tree.structure(cast)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(cast), strict=True):
@@ -110,7 +108,7 @@ def test_a_cpu_holds_the_bfloat16_matrices_of_blocks_as_the_file_does(tmp_path, 
     config, loaded, _ = checkpoint.load_pretrained(tmp_path / "first")
     layer = loaded.layers[0]
     for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-        assert isinstance(matrix, ops.Transposed) and matrix.stored.dtype == jnp.bfloat16
+        assert isinstance(matrix, Transposed) and matrix.stored.dtype == jnp.bfloat16
     np.testing.assert_array_equal(layer.down.stored.T, params.layers[0].down.astype(jnp.bfloat16))
     checkpoint.save_pretrained(tmp_path / "second", config, loaded)
     first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))

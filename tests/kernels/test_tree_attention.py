@@ -10,6 +10,7 @@ import pytest
 
 from jspec import ops
 from jspec.core import trees
+from jspec.core.weights import Transposed
 from jspec.kernels.tree_attention import reference
 from tests.kernels.attention import dense, in_pages, random_case
 
@@ -215,7 +216,7 @@ def test_a_weight_that_is_stored_transposed_is_the_same_weight_and_rows_are_equa
     rng = np.random.default_rng(0)
     weight = jnp.array(rng.standard_normal((64, 96)), jnp.bfloat16)
     x = jnp.array(rng.standard_normal((70, 64)), jnp.float32)
-    stored = ops.Transposed(weight.T)
+    stored = Transposed(weight.T)
     assert (stored.shape, stored.dtype) == (weight.shape, weight.dtype)
     full = ops.linear(x, stored)
     np.testing.assert_allclose(full, ops.linear(x, weight), rtol=1e-5, atol=1e-5)

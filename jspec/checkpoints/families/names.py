@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import ops
 from jspec.core.types import Array
+from jspec.core.weights import Transposed, Weight, as_array
 from jspec.models.blocks.experts import MoeParams
 from jspec.models.blocks.latent_attention import MlaParams
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
@@ -92,19 +92,19 @@ class Entry:
             parts += np.split(matrix.T if self.transpose else matrix, cuts)
         return parts
 
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array | ops.Transposed:
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array | Weight:
         """Return the array on the device, laid out as the device multiplies fastest."""
         is_faster = jax.default_backend() == "cpu" and self.dtype(dtype) == jnp.bfloat16
         if is_faster and (self.path[0], *self.path[2:]) in _OF_BLOCKS:
             stored = dataclasses.replace(self, transpose=False).join(tensors, dtype)
-            return ops.Transposed(jnp.asarray(stored))
+            return Transposed(jnp.asarray(stored))
         return jnp.asarray(self.join(tensors, dtype))
 
     def pick(self, params: Any) -> Array | None:
         """Return this entry's array in ``params``, or None."""
         step = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
         picked = functools.reduce(step, self.path, params)
-        return picked.stored.T if isinstance(picked, ops.Transposed) else picked
+        return as_array(picked)
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jspec import ops
 from jspec.core.packing import MATMULS, Packing
 from jspec.core.types import Array
+from jspec.core.weights import Weight
 
 Linear = Callable[[Array, Array], Array]
 
@@ -23,7 +24,7 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 
 def packed_linear(packing: Packing) -> Linear:
     """Return ``ops.linear`` over the first entries of x [1, M, D], as few as hold the list."""
 
-    def linear(x: Array, w: Array | ops.Transposed, *, transposed: bool = False) -> Array:
+    def linear(x: Array, w: Array | Weight, *, transposed: bool = False) -> Array:
         def run(x: Array) -> Array:
             return ops.linear(x, w, transposed=transposed)
 

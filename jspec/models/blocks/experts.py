@@ -24,6 +24,7 @@ from jax import lax
 
 from jspec import ops
 from jspec.core.types import Array
+from jspec.core.weights import as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
@@ -81,7 +82,7 @@ def init_params(key: Array, moe: MoeConfig, hidden: int, shrink: float, dtype) -
 def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
     """Return the experts int32 [T, k] of tokens x [T, D] and their weights [T, k] in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    scores = jax.nn.sigmoid(ops.linear(x.astype(wide), params.router.astype(wide)))
+    scores = jax.nn.sigmoid(ops.linear(x.astype(wide), as_array(params.router).astype(wide)))
     eligible = scores + params.bias.astype(wide)
     if moe.num_groups > 1:
         groups = eligible.reshape(len(x), moe.num_groups, -1)
@@ -130,7 +131,7 @@ def _ragged(gate_up, down, x, token, weight, sizes) -> Array:
     def ragged(rows: Array, weights: Array) -> Array:
         return lax.ragged_dot(
             rows.astype(weights.dtype),
-            weights,
+            as_array(weights),
             sizes,
             precision=precision,
             preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
@@ -154,8 +155,8 @@ def _by_blocks(gate_up, down, x, token, weight, sizes) -> Array:
         nth = index - (last_turn[expert] - turns[expert])
         pair = end[expert] - sizes[expert] + nth * block + jnp.arange(block)
         clipped = jnp.minimum(pair, pairs - 1)
-        gate, up = jnp.split(ops.linear(x[token[clipped]], gate_up[expert]), 2, -1)
-        out = ops.linear(jax.nn.silu(gate) * up, down[expert])
+        gate, up = jnp.split(ops.linear(x[token[clipped]], matrix_of(gate_up, expert)), 2, -1)
+        out = ops.linear(jax.nn.silu(gate) * up, matrix_of(down, expert))
         scale = jnp.where(pair < end[expert], weight[clipped], 0)
         return total.at[token[clipped]].add(out * scale[:, None])
 

@@ -24,6 +24,7 @@ from flax import struct
 
 from jspec.core.packing import Packing
 from jspec.core.types import Array
+from jspec.core.weights import as_array
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import normal, product, rows_at
 from jspec.models.blocks.norms import rms_norm
@@ -90,7 +91,7 @@ def attention(
     over = _over_all if packing is None else packing.over
     query, key = _latent_heads(mla, weights, x, cos, sin, linear)
     query = rows_at(query, rows)
-    up = weights.kv_up.reshape(config.num_heads, -1, mla.kv_rank)
+    up = as_array(weights.kv_up).reshape(config.num_heads, -1, mla.kv_rank)
     to_latent = functools.partial(product, "bthn,hnr->bthr", weights=up[:, : mla.nope_dim])
     latent = over(to_latent, query[..., : mla.nope_dim])
     query = jnp.concatenate([latent, query[..., mla.nope_dim :].astype(latent.dtype)], -1)
