@@ -1,6 +1,7 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import contextlib
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import loading, shared_file
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import logprobs
+from jspec.core.types import Params
 from jspec.engine import memory, programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
@@ -262,6 +264,24 @@ class LLM:
         """Forget the KV cache of past prompts; return True, as vLLM does."""
         self.runtime.reset_prefix_cache()
         return True
+
+    def update_params(self, target: Any, drafter: Any = None) -> None:
+        """Replace the weights between two steps, as for rollouts of a training run.
+
+        Nothing is compiled again, and the prefix cache is emptied. Requests that run go on: their
+        texts so far are prefilled again with the new weights.
+
+        Args:
+          target: pytree of the structure, shapes and dtypes of ``llm.build.params.target``.
+          drafter: the same for the drafter; None keeps its weights.
+
+        Raises:
+          ValueError: the weights are of another structure, shape or dtype; nothing has changed.
+        """
+        drafter = self.build.params.drafter if drafter is None else drafter
+        params = Params(target, drafter)
+        self.runtime.update_params(params)
+        self.build = dataclasses.replace(self.build, params=params)
 
     def save_shared(self, path: str | os.PathLike) -> None:
         """Write the state that the drafter gathered from requests, such as past responses."""

@@ -55,7 +55,7 @@ class Runtime:
         max_logprobs: int,
     ):
         self.plan, self.pool = plan, pool
-        self._params, self._mode, self._max_logprobs = params, mode, max_logprobs
+        self._mode, self._max_logprobs = mode, max_logprobs
         # Locks in C: Ctrl-C never comes between taking one and the block that releases it.
         self._lock = threading.Lock()  # of the engine
         self._line = threading.Lock()  # of those that go before the next step
@@ -173,7 +173,9 @@ class Runtime:
         """Run a batch through ``run``, a loop of its own; see ``LLM.run_one``."""
         with self._line, self._lock, Uninterrupted():
             begin = perf_counter()
-            result, counts, shared = run(batch, self.plan, self._params, self.shared, **options)
+            result, counts, shared = run(
+                batch, self.plan, self._engine.params, self.shared, **options
+            )
             self._engine.shared = shared
             with self._counting:
                 self._seconds += perf_counter() - begin
@@ -254,6 +256,11 @@ class Runtime:
             fresh = use(self.shared)
             if fresh is not None:
                 self._engine.shared = fresh
+
+    def update_params(self, params: Params) -> None:
+        """Replace the weights; see ``jspec.engine.updates``."""
+        with self._line, self._lock, Uninterrupted():
+            self._engine.params = params
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV cache of past prompts."""

@@ -21,7 +21,7 @@ import numpy as np
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
-from jspec.engine import answers, faults, program_memory
+from jspec.engine import answers, faults, program_memory, updates
 from jspec.engine.admission import Admission
 from jspec.engine.answers import Answer
 from jspec.engine.batch_request import Members
@@ -48,7 +48,7 @@ class Engine:
 
     Args:
       plan: static.
-      params: weights.
+      params: weights; ``engine.params = others`` replaces them (``updates.replace_params``).
       num_slots: most sequences that run together.
       capacity: longest history, prompt included.
       profile: settings that all launches have.
@@ -95,7 +95,7 @@ class Engine:
         self._unread: collections.deque[Dispatched] = collections.deque()
         program_memory.bound()
 
-    params = property(lambda self: self.runner.params)
+    params = property(lambda self: self.runner.params, updates.replace_params)
     profile = property(lambda self: self.runner.request.profile)
     num_slots = property(lambda self: self.scheduler.num_slots)
     is_idle = property(lambda self: self.scheduler.is_idle)

@@ -1,0 +1,57 @@
+"""New weights for an engine that goes on, as rollouts of a training run need them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.core import validation
+from jspec.core.types import Array, Params
+
+
+def replace_params(engine: Any, params: Params) -> None:
+    """Replace the weights of an ``Engine`` between two steps; nothing is compiled again.
+
+    Sequences that run go on, as after vLLM's ``update_weights``: they are preempted, and their
+    texts so far are prefilled again with the new weights. The prefix cache is emptied. The
+    drafter's shared state stays, since it consists of texts.
+
+    Raises:
+      ValueError: the weights belong to another model, or differ from the old ones in structure,
+        shape or dtype. Nothing has changed then.
+    """
+    validation.check_params(engine.plan.target, engine.plan.drafter, params)
+    params = _in_place_of(engine.params, params)
+    while engine.preempt():  # the first call reads the launch in flight, which may end texts
+        pass
+    engine.runner.params = params
+    if engine.pool is not None:
+        engine.pool.blocks.clear_cache()
+
+
+def _in_place_of(old: Params, new: Params) -> Params:
+    """Return the new weights on the devices of the old ones, which they must be like."""
+    before, after = (dict(jax.tree.leaves_with_path(params)) for params in (old, new))
+    for path in (*before, *after):
+        kinds = [_kind(leaves.get(path)) for leaves in (before, after)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {kinds[1]}, but the engine has {kinds[0]}; "
+                "give weights of the same structure, shapes and dtypes, or make another engine."
+            )
+    validation.check_on_host("params", new)
+    return jax.tree.map(_placed, old, new)
+
+
+def _kind(leaf: Array | None) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _placed(old: Any, new: Any) -> Array:
+    """Return ``new`` as an array that programs for ``old`` take.
+
+    An array that is committed to a device would compile another program than one that is not.
+    """
+    if getattr(old, "committed", False):
+        return jax.device_put(new, old.sharding)
+    return jax.device_put(np.asarray(new) if getattr(new, "committed", False) else new)
