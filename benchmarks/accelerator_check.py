@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator_check [--out accelerator_check.json] [--only STEP ...]
 
-The steps compare kernels with their reference, run ``jspec certify`` and ``jspec bench`` on the
+The steps compare kernels with XLA, run ``jspec certify`` and ``jspec bench`` on the
 embedded model, and time verification at an 8B model's shape. Each step is a process with a time
 limit, so a step that hangs or crashes is a line of the table. Results are written after each step.
 A second run repeats only failed steps, unless the device, the versions or the commit changed.
@@ -72,7 +72,7 @@ def _kernels(results: dict) -> tuple[bool, str]:
     pairs = [list(row["seconds"].values()) for row in rows if not row["cached"]]
     pairs = [pair for pair in pairs if len(pair) > 1]
     if pairs:
-        faster = sum(kernel < reference for reference, kernel in pairs)
+        faster = sum(kernel < xla for xla, kernel in pairs)
         words.append(f"kernels beat XLA in {faster} of {len(pairs)} past the cache")
     if results["no_kernels"]:
         words.append(results["no_kernels"])

@@ -2,8 +2,8 @@
 
 A row is one operation at one size. ``floor`` is the time to read the operation's inputs at the
 bandwidth measured in the same run. ``/floor`` is a contender's time in units of it, ``x XLA`` the
-speedup of a kernel over the reference. A kernel becomes the default of a device, in ``jspec.ops``,
-only with such a row. Without an accelerator there is only XLA.
+speedup of a kernel over XLA. A kernel becomes the default of a device, in ``jspec.ops``, only with
+such a row. Without an accelerator there is only XLA.
 
 ``differs by`` compares one call: the largest difference of attention, relative to the largest
 value, or the share of different verdicts. ``LIMITS`` bounds it. A kernel that does not compile, or
@@ -34,7 +34,7 @@ from jspec.kernels.tree_attention.shapes import CASES
 from jspec.tools.bench import environment, files
 from jspec.verify import RULES
 
-REFERENCE = "reference"
+XLA = "xla"
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
 STEPS = 16  # in one program, to hide its launch
 SIZES = ("batch", "length", "dtype", "page")  # keys of a case that are its size
@@ -99,7 +99,7 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype, pag
     moved = 2 * batch * kv_heads * (read + case.keys) * features * dtype.itemsize
     moved += arrays["q"].size * (dtype.itemsize + 4)
     takes = jax.default_backend() == "tpu" or dtype == jnp.bfloat16
-    names = [REFERENCE, *(kernels() if takes else ())]
+    names = [XLA, *(kernels() if takes else ())]
     contenders = {each: functools.partial(_attend, case, each, **arrays) for each in names}
     facts = {"case": name, "batch": batch, "length": length, "dtype": dtype.name, "page": page}
     return Contest("tree_attention", facts, contenders, STEPS * layers, moved, layers)
@@ -167,7 +167,7 @@ def _sampling_contest(name: str, batch: int) -> Contest:
         for _ in range(max(1, min(MOST_COPIES, -(-WORKING_SET // moved))))
     ]
     uniform = jax.random.uniform(next(keys), (batch, 2)) * jnp.array([1, 2**-24])
-    names = [REFERENCE, *kernels()]
+    names = [XLA, *kernels()]
     contenders = {each: functools.partial(_judge, case, each, rounds, uniform) for each in names}
     facts = {"case": name, "batch": batch, "dtype": case.logits}
     calls = STEPS * len(rounds)
@@ -198,7 +198,7 @@ def _judge(case, implementation, rounds, uniform):
     )
 
     def judge(logits, draft, uniforms, uniform):
-        if implementation == REFERENCE:  # the default
+        if implementation == XLA:  # the default
             processed, walk = sampling.process_logits(logits, filters), RULES[case.rule].walk
             _, accepted, log_p = walk(processed, draft, tree, uniforms, case.proposal)
             token = sampling.draw(log_p, uniform)
@@ -338,14 +338,14 @@ def table(measurements: list[dict]) -> Table:
         size = [str(value) for key, value in row.items() if key in SIZES and value]
         size += ["cached"] if row["cached"] else []
         cells = [f"{row['operation']}: {row['case']}", " ".join(size), _microseconds(row["floor"])]
-        reference = row["seconds"].get(REFERENCE)
-        cells += _cells(reference, row["floor"])
+        by_xla = row["seconds"].get(XLA)
+        cells += _cells(by_xla, row["floor"])
         for name in [*row["seconds"], *row["errors"]]:
-            if name == REFERENCE:
+            if name == XLA:
                 continue
             seconds, apart = row["seconds"].get(name), row["difference"]
             cells += _cells(seconds, row["floor"])
-            cells.append(f"{reference / seconds:.2f}" if reference and seconds else "-")
+            cells.append(f"{by_xla / seconds:.2f}" if by_xla and seconds else "-")
             cells.append(row["errors"].get(name) or ("-" if apart is None else f"{apart:.1e}"))
         shown.add_row(*cells)
     return shown

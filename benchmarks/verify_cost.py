@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernels import KERNELS, REFERENCE
+from benchmarks.kernels import KERNELS, XLA
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Tree
 from jspec.drafters.trees import tree_settings
@@ -333,8 +333,8 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--implementations",
         nargs="+",
-        choices=(REFERENCE, "kernel"),
-        default=(REFERENCE,) if on_cpu else (REFERENCE, "kernel"),
+        choices=(XLA, "kernel"),
+        default=(XLA,) if on_cpu else (XLA, "kernel"),
         help="of attention",
     )
     parser.add_argument("--weights", default="bfloat16", help="dtype")

@@ -1,12 +1,10 @@
-"""The only access to kernels: one function per operation.
-
-``implementation=None`` is the default of the device; a name forces one.
-"""
+"""The only access to kernels: one function per operation, and the table of their back-ends."""
 
 import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,7 @@ from jax import lax
 from jspec.core import weights
 from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import distributions
-from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
-from jspec.kernels.tree_attention import ordered, reference
+from jspec.kernels.tree_attention import ordered, xla_cpu
 
 # Products with weights, plain or not; ``core.weights`` has their kinds.
 linear, look_up = weights.linear, weights.look_up
@@ -26,8 +23,73 @@ linear, look_up = weights.linear, weights.look_up
 ordered_attention = ordered.attention
 ORDERED_BLOCK = ordered.BLOCK
 
-IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
 REJECTION_SAMPLING_RULES = ("rejection", "block")
+
+
+class Backend(NamedTuple):
+    """A back-end of an operation: a module of ``kernels/<operation>``, and its conditions."""
+
+    name: str  # Users choose by it; back-ends of one name are for different platforms.
+    module: str
+    platform: str | None = None  # JAX's name of the only platform that it runs on; None for all
+    # Whether it is the default for such arrays, those of ``refusal``; None for never.
+    default: Callable[..., bool] | None = None
+    refuses: bool = False  # Whether its module has ``refusal``, the reason against some arrays.
+
+    def load(self, operation: str) -> ModuleType:
+        """Return the module; Pallas is imported only on demand."""
+        return importlib.import_module(f"jspec.kernels.{operation}.{self.module}")
+
+    def refusal(self, operation: str, *arrays: Array | None) -> str | None:
+        """Return the reason why it does not take such arrays, with the remedy, or None."""
+        return self.load(operation).refusal(*arrays) if self.refuses else None
+
+
+def _beats_xla(*arrays: Array | None) -> bool:
+    """Return whether ``benchmarks/kernels.py`` measured the Hopper kernel to be faster there."""
+    if jax.default_backend() != "gpu":
+        return False
+    return importlib.import_module("jspec.kernels.tree_attention.pallas_gpu").is_faster(*arrays)
+
+
+# The back-ends of every operation. The first default for the platform and the arrays runs, or the
+# one that is named. XLA's form of rejection sampling is the walk of a rule (``jspec.verify``).
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "tree_attention": (
+        Backend("pallas_gpu", "pallas_gpu", "cuda", default=_beats_xla, refuses=True),
+        Backend("xla", "xla_cpu", "cpu", default=xla_cpu.differs),
+        Backend("xla", "xla", default=lambda *_: True),
+        Backend("pallas_tpu", "pallas_tpu", "tpu", refuses=True),
+        Backend("reference", "reference"),
+    ),
+    "rejection_sampling": (
+        Backend("pallas_tpu", "pallas_tpu", "tpu", refuses=True),
+        Backend("pallas_gpu", "pallas_gpu", "cuda", refuses=True),
+        Backend("reference", "reference"),
+    ),
+}
+
+
+def backend_names(operation: str) -> tuple[str, ...]:
+    """Return the names of an operation's back-ends."""
+    return tuple(dict.fromkeys(each.name for each in BACKENDS[operation]))
+
+
+def _chosen(operation: str, name: str | None, *arrays: Array | None) -> list[Backend]:
+    """Return the back-ends that a platform decides between; the last is that of all others.
+
+    Raises:
+      ValueError: there is none of that name, or it does not take such arrays.
+    """
+    named = [each for each in BACKENDS[operation] if name in (None, each.name)]
+    if not named:
+        known = ", ".join(map(repr, backend_names(operation)))
+        raise ValueError(f"implementation={name!r} is not known; use None or one of {known}.")
+    defaults = [each for each in named if each.default is not None and each.default(*arrays)]
+    for each in () if defaults else named:
+        if reason := each.refusal(operation, *arrays):
+            raise ValueError(f"implementation={name!r} {reason}; leave it out.")
+    return defaults or named
 
 
 def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
@@ -72,11 +134,8 @@ def attention(
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
 
-    ``first_only`` speeds up the reference on a CPU alone; others may ignore it.
-    ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
-    None is what measurements of ``benchmarks/kernels.py`` on the device show to be faster: the
-    kernel on a single Hopper GPU, for at most 64 nodes over a bfloat16 cache without pages, and
-    the reference elsewhere.
+    ``implementation`` names a back-end of ``BACKENDS``; None is the default of the device, the one
+    that measurements of ``benchmarks/kernels.py`` on the device show to be faster.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support these shapes or dtypes,
@@ -90,64 +149,24 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
-    if implementation is None and _is_kernel_faster(q, tree_k, cache_k, table):
-        named = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
-        run = functools.partial(attention, **named, table=table)
-        by = lambda name: functools.partial(run, implementation=name)
-        arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length)
-        return lax.platform_dependent(*arrays, cuda=by("pallas_gpu"), default=by("reference"))
-    kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k, table)
-
+    chosen = _chosen("tree_attention", implementation, q, tree_k, cache_k, table)
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
-    run = functools.partial(kernel.tree_attention, **options)
-    arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions)
-    if kernel is not reference or cache_k is None:
-        return run(*arrays) if table is None else run(*arrays, table)
-    rows = q.shape[0] * q.shape[1] * q.shape[2]
-    parts = reference.cpu_parts(q.shape[2], tree_k.shape[2])
-    on_cpu = functools.partial(run, parts=parts)
-    if table is not None:
-        block = reference.accelerator_block(table.shape[1] * cache_k.shape[2], rows)
-        on_accelerator = functools.partial(run, block=block)
-        on_cpu = functools.partial(on_cpu, by_row=True)
-        arrays = (*arrays, table, first_only)
-        return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_accelerator)
-    slots = cache_k.shape[2]
-    block, group = reference.accelerator_block(slots, rows), reference.cpu_group(cache_k)
-    is_same = group == len(q) and block >= slots and reference.cpu_block(slots) >= slots
-    if is_same and parts == 1:
-        return run(*arrays)  # one program for every device: half as much to trace
-    if group < len(q):
-        on_cpu = functools.partial(_by_groups, on_cpu, group)
-    on_accelerator = functools.partial(run, block=block)
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_accelerator)
+    forms = {
+        each.platform: functools.partial(each.load("tree_attention").tree_attention, **options)
+        for each in chosen
+    }
+    attend = _by_platform(forms)
+    return attend(
+        q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions, table, first_only
+    )
 
 
-def _by_groups(run: Callable[..., Array], size: int, *arrays: Array | None) -> Array:
-    """Run over ``size`` sequences at a time: as a whole they are larger than a CPU's caches."""
-    split = lambda x: x.reshape(-1, size, *x.shape[1:])
-    out = lax.map(lambda group: run(*group), jax.tree.map(split, arrays))
-    return out.reshape(-1, *out.shape[2:])
-
-
-def _is_kernel_faster(*arrays: Array | None) -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    return importlib.import_module("jspec.kernels.tree_attention.pallas_gpu").is_faster(*arrays)
-
-
-def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):
-    """Return the module of an implementation; Pallas is imported only on demand."""
-    if name in (None, "reference"):
-        return reference
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"implementation={name!r} is not known; use None or one of {known}.")
-    kernel = importlib.import_module(f"jspec.kernels.{operation}.{name}")
-    refusal = kernel.refusal(*arrays)
-    if refusal:
-        raise ValueError(f"implementation={name!r} {refusal}; 'reference' takes everything.")
-    return kernel
+def _by_platform(forms: dict[str | None, Callable[..., Array]]) -> Callable[..., Array]:
+    """Return a function that runs the form of its platform; the last is that of all others."""
+    *special, (_, default) = forms.items()
+    if not special:
+        return default
+    return functools.partial(lax.platform_dependent, default=default, **dict(special))
 
 
 def rejection_sampling(
@@ -156,11 +175,11 @@ def rejection_sampling(
     draft: Draft,
     tree: Tree,
     uniforms: Array,
-    uniform: Array,
+    uniform: Array | None,
     *,
     rule: str = "rejection",
     max_children: int | None = None,
-    implementation: str | None = None,
+    implementation: str,
 ) -> tuple[Array, Array, Array]:
     """Accept a path of a draft and draw the token after it; see the reference.
 
@@ -174,10 +193,11 @@ def rejection_sampling(
       draft: with N rows of ``logits``. A reduced vocabulary is expanded to V first.
       tree: of the draft.
       uniforms: in [0, 1), [B, N]; number i decides node i, number 0 is unused.
-      uniform: [B, 2], from ``sampling.round_noise``; the key of the token's noise.
+      uniform: [B, 2], from ``sampling.round_noise``; the key of the token's noise. None returns the
+        weights [B, V] of the next token instead of drawing it, for certificates.
       rule: "rejection", or "block", which is traversal verification for trees; static.
       max_children: of a node; None reads it from ``draft.parents``, if they are static.
-      implementation: as for ``attention``.
+      implementation: the name of a back-end; the reference takes concrete arrays alone.
 
     Returns:
       path int32 [B, max_depth + 1], num_accepted int32 [B], next_token int32 [B].
@@ -187,9 +207,7 @@ def rejection_sampling(
         ``max_children`` is unknown, or ``sampling.names`` has a filter that no kernel has.
     """
     form = _form_of(draft, tree, rule, max_children)
-    kernel = _kernel_of(
-        "rejection_sampling", rejection_sampling_reference, implementation, logits, draft.logits
-    )
+    (chosen,) = _chosen("rejection_sampling", implementation, logits, draft.logits)
     proposal = distributions.Proposal(
         draft.tokens,
         jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
@@ -201,11 +219,11 @@ def rejection_sampling(
     unknown = set(sampling.names) - set(distributions.Filters._fields)
     if unknown:
         raise ValueError(
-            f"rejection_sampling lacks the filters {sorted(unknown)}; use a rule without an "
-            "implementation."
+            f"rejection_sampling lacks the filters {sorted(unknown)}; leave sampling_backend out."
         )
     values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
     filters = distributions.Filters(temperature, **values, names=sampling.names)
+    kernel = chosen.load("rejection_sampling")
     return kernel.rejection_sampling(logits, filters, proposal, uniforms, uniform, form)
 
 
@@ -221,7 +239,7 @@ def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> d
     if max_children is None and not isinstance(draft.parents, np.ndarray):
         raise ValueError(
             "max_children=None needs static draft.parents; give the most children of a node, or "
-            "use a rule without an implementation."
+            "leave sampling_backend out."
         )
     if max_children is None:
         max_children = int(np.bincount(draft.parents[1:], minlength=1).max(initial=1))

@@ -1,4 +1,4 @@
-"""Kernels, one folder per operation: ``reference.py`` is the specification in jnp.
+"""Kernels, one folder per operation: ``reference.py`` is the specification, others are back-ends.
 
 Installed as ``jspec.kernels``; only ``jspec.ops`` imports it. It has no ``__version__``, because
 transformers takes a top-level package ``kernels`` with one for Hugging Face's package.

@@ -51,12 +51,14 @@ class Plan:
       batch_sizes: (least, most, K) of running rows, for the engine's choice; other numbers of rows
         use the longest. () to choose by expected tokens a second.
       length: K of this plan's launches, set by ``at_length``; None for the drafter's own.
+      sampling_backend: runs the rules "rejection" and "block" on drawn drafts: "pallas_tpu" or
+        "pallas_gpu"; None and "xla" for the walk of the rule, which every rule has.
 
     Raises:
       ValueError: target or drafter lack a member; the rule is unknown, not exact for the drafter's
-        proposals, or set for other depths; it needs a kernel that these proposals never reach, or
-        noise that the drafter cannot share; ``node_buckets`` is out of range; the target cannot be
-        ``packed``; the drafter's K cannot be chosen.
+        proposals, or set for other depths; it needs noise that the drafter cannot share; it has no
+        such ``sampling_backend``, or these proposals never reach it; ``node_buckets`` is out of
+        range; the target cannot be ``packed``; the drafter's K cannot be chosen.
     """
 
     target: Target
@@ -68,6 +70,7 @@ class Plan:
     lengths: tuple[int, ...] = ()
     batch_sizes: tuple[tuple[int, int, int], ...] = ()
     length: int | None = None
+    sampling_backend: str | None = None
 
     def __post_init__(self):
         validation.check_target(self.target)
@@ -89,7 +92,7 @@ class Plan:
                 "jspec.verify.Rule: a walk of your own with what it is exact for."
             )
         validation.check_hashable("rule", self._rule)
-        verify.check_fit(self._rule, self.drafter)
+        verify.check_fit(self._rule, self.drafter, self.sampling_backend)
         if self._rule.shares_noise:
             object.__setattr__(self, "drafter", validation.sharing_noise(self.drafter))
         object.__setattr__(self, "lengths", tuple(self.lengths))
@@ -214,5 +217,13 @@ class Plan:
         self, request: Request, draft: Draft, tree: Tree, logits: Array, history: History
     ) -> Verdict:
         """Judge a draft by the target's raw logits; see ``jspec.verify``."""
-        rule = self.effective_rule
-        return verify.verify(rule, self.proposal, request, draft, tree, logits, history)
+        return verify.verify(
+            self.effective_rule,
+            self.proposal,
+            request,
+            draft,
+            tree,
+            logits,
+            history,
+            self.sampling_backend,
+        )

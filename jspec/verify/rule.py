@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Literal, get_args
 
-from jspec import ops
 from jspec.core.types import Proposal, Walk
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
@@ -30,17 +29,19 @@ class Rule:
     lossless: bool = True  # False changes the output distribution, and judges any proposal
     greedy_is_match: bool = True  # whether the rule equals ``match`` at temperature 0
     depths: tuple[int, int | None] = (0, None)  # least and most depth of drafts; None: any
-    # The kernel of ``ops.rejection_sampling`` that runs instead of ``walk``, with the same verdict
-    # up to float32 rounding. None runs ``walk``; no kernel was measured faster.
-    implementation: str | None = None
     summary: str = ""
+    implementation: dataclasses.InitVar[str | None] = None  # refused: a field of version 0.2
 
-    def __post_init__(self):
+    def __post_init__(self, implementation: str | None):
+        if implementation is not None:
+            raise ValueError(
+                f"implementation={shown(implementation)} is not a field of a Rule; give "
+                "sampling_backend to Plan or LLM."
+            )
         proposals, sources = get_args(Proposal), get_args(Randomness)
-        kernel, substitute, walk = self.implementation, self.deterministic_rule, self.walk
+        substitute, walk = self.deterministic_rule, self.walk
         is_subset = isinstance(self.exact_for, frozenset) and self.exact_for <= set(proposals)
         is_rule = isinstance(substitute, Rule | None)
-        is_kernel = kernel in (None, *ops.IMPLEMENTATIONS)
         for field, value, holds, valid in (
             ("name", self.name, isinstance(self.name, str), "a string"),
             ("walk", walk, callable(walk), f"a function of {_ARGUMENTS}"),
@@ -48,16 +49,9 @@ class Rule:
             ("exact_for", self.exact_for, is_subset, f"a frozenset of proposals among {proposals}"),
             ("deterministic_rule", substitute, is_rule, "a Rule, or None"),
             ("depths", self.depths, _is_span(self.depths), "a pair (smallest, largest or None)"),
-            ("implementation", kernel, is_kernel, f"None or in {ops.IMPLEMENTATIONS}"),
         ):
             if not holds:
                 raise ValueError(f"{field}={shown(value, 60)} of a Rule must be {valid}.")
-        if self.implementation is not None and self.name not in ops.REJECTION_SAMPLING_RULES:
-            known = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
-            raise ValueError(
-                f"implementation={self.implementation!r} is for the rules {known}, not for "
-                f"{self.name!r}; leave it out."
-            )
 
     def for_proposal(self, proposal: Proposal) -> "Rule":
         """Return the rule that judges drafts of ``proposal``: this one, or its substitute."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
+from jspec import ops
 from jspec.core.types import Drafter, Proposal
 from jspec.util.messages import shown
 from jspec.util.values import imported
@@ -64,11 +65,11 @@ RULES = {
 MAKERS = {"typical": typical, "synthetic": synthetic}
 
 
-def check_fit(rule: Rule, drafter: Drafter) -> None:
+def check_fit(rule: Rule, drafter: Drafter, backend: str | None = None) -> None:
     """Refuse pairs that are not exact, unless the rule is lossy, and rules for other depths.
 
     Raises:
-      ValueError: as said, or the rule has a kernel that would never run.
+      ValueError: as said, or ``backend`` is no back-end of the rule that these drafts would reach.
     """
     proposal, name = drafter.proposal, type(drafter).__name__
     if proposal == "chain" and drafter.tree_size != drafter.max_depth + 1:
@@ -91,24 +92,36 @@ def check_fit(rule: Rule, drafter: Drafter) -> None:
             f"{drafter.max_depth}; give Plan a rule made for it, such as "
             f"rule=jspec.verify.{rule.name}(...)."
         )
-    _check_kernel(rule, drafter)
+    if backend not in (None, "xla"):
+        _check_kernel(rule, drafter, backend)
 
 
-def _check_kernel(rule: Rule, drafter: Drafter) -> None:
-    """Refuse a kernel that would never run."""
-    effective = rule.for_proposal(drafter.proposal).name
-    if rule.implementation is not None and effective != rule.name:
+def _check_kernel(rule: Rule, drafter: Drafter, backend: str) -> None:
+    """Refuse a kernel that does not exist or would never run."""
+    known = [each.name for each in ops.BACKENDS["rejection_sampling"] if each.platform]
+    given, effective = f"sampling_backend={shown(backend)}", rule.for_proposal(drafter.proposal)
+    if backend not in known:
+        names = ", ".join(map(repr, ("xla", *known)))
+        raise ValueError(f"{given} is not known; use None or one of {names}.")
+    if not _has_kernels(rule):
+        rules = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
+        raise ValueError(f"{given} is for the rules {rules}, not for {rule.name!r}; leave it out.")
+    if not _has_kernels(effective):
         raise ValueError(
-            f"rule={rule.name!r} names implementation={rule.implementation!r}, but the drafts of "
-            f"{type(drafter).__name__} are deterministic (as are all dynamic trees), and "
-            f"{effective!r}, which judges those, has no kernel; leave implementation out, or have "
-            "drafts drawn."
+            f"{given} is for drawn drafts, but those of {type(drafter).__name__} are deterministic "
+            f"(as are all dynamic trees), and {effective.name!r}, which judges those, has no "
+            "kernel; leave it out, or have drafts drawn."
         )
-    if rule.implementation is not None and drafter.proposal == "deterministic_last":
+    if drafter.proposal == "deterministic_last":
         raise ValueError(
-            f"rule={rule.name!r} names implementation={rule.implementation!r}, but no kernel "
-            f"takes the {drafter.proposal!r} drafts of {type(drafter).__name__}; leave it out."
+            f"{given} does not take the {drafter.proposal!r} drafts of {type(drafter).__name__}; "
+            "leave it out."
         )
+
+
+def _has_kernels(rule: Rule) -> bool:
+    """Return whether kernels compute the walk of a rule."""
+    return rule.name in ops.REJECTION_SAMPLING_RULES and rule.walk is RULES[rule.name].walk
 
 
 def load_rule(path: str, key: str = "rule") -> Rule:

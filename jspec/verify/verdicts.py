@@ -21,10 +21,13 @@ def verify(
     tree: Tree,
     logits: Array,
     history: History,
+    backend: str | None = None,
 ) -> Verdict:
     """Judge ``draft`` by the target's raw ``logits`` [B, N, V].
 
-    This is the only place where keys become draws and uniforms.
+    ``backend`` names the kernel of ``ops.rejection_sampling`` that runs instead of the walk, with
+    the same verdict up to float32 rounding. None and "xla" run the walk. This is the only place
+    where keys become draws and uniforms.
     """
     if request.sampling.processors is not None:
         branches = Branches.of_draft(history, draft, tree)
@@ -49,7 +52,7 @@ def verify(
     uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
     uniform = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)[:, 0]
     draft = _without_degenerate(draft, tree)
-    if rule.implementation is not None:  # XLA drops the unused ``processed``
+    if backend not in (None, "xla"):  # XLA drops the unused ``processed``
         logits, impossible = _finite(logits)
         judged = ops.rejection_sampling(
             logits,
@@ -59,7 +62,7 @@ def verify(
             uniforms,
             uniform,
             rule=rule.name,
-            implementation=rule.implementation,
+            implementation=backend,
         )
         return _verdict(impossible, *judged)
     processed = jnp.where(impossible[..., None], 0, processed)  # its result is never read

@@ -41,10 +41,13 @@ def rejection_sampling(
     filters: Filters,
     proposal: Proposal,
     uniforms: Array,
-    uniform: Array,
+    uniform: Array | None,
     form: Form,
 ) -> tuple[Array, Array, Array]:
-    """Judge and draw as the reference does, in float32, without storing a distribution."""
+    """Judge and draw as the reference does, in float32, without storing a distribution.
+
+    Without ``uniform`` the distribution at the end is stored, and returned in place of a token.
+    """
     batch, nodes, vocab = logits.shape
     flat = logits.reshape(batch * nodes, vocab)
     per_node = Filters(*(jnp.repeat(x, nodes) for x in filters[:4]), filters.names)
@@ -57,7 +60,7 @@ def rejection_sampling(
     rows = Rows(flat, draft_logits, target, draft, nodes, kernels)
     judge = {"rejection": _walk, "block": traverse}[form.rule]
     end = judge(rows, proposal, uniforms.astype(jnp.float32), form)
-    return end.path, end.num_accepted, _draw(rows, end, uniform.astype(jnp.float32))
+    return end.path, end.num_accepted, _draw(rows, end, uniform)
 
 
 # ------------------------------------------------------------------- child by child, down a tree
@@ -126,17 +129,29 @@ def _judge(rows: Rows, children: Children, node: Array, form: Form):
 # ------------------------------------------------------------------------------------- one token
 
 
-def _draw(rows: Rows, end: End, uniform: Array) -> Array:
+def _draw(rows: Rows, end: End, uniform: Array | None) -> Array:
     """Draw by Gumbel-max in two steps: a segment by its mass, then a token of it. int32 [B].
 
-    ``uniform`` [B, 2] is the key of the noise of segments and tokens.
+    ``uniform`` [B, 2] is the key of the noise of segments and tokens. None returns the weights of
+    all tokens instead, float32 [B, V].
     """
     index = rows.at(end.node)
     target, draft = rows.distributions_at(index, end.absent)
     masses = rows.masses(index, target, draft, end.refusals)
     # The mass after a refusal is 0 only where p = q up to rounding.
     refused = masses.after.sum(-1) > 0
+    columns = jax.tree.map(lambda x: x[:, None], (target, draft, end.refusals))
+    stored = rows.logits, rows.draft_logits
+
+    def weights_of(streams: list[Array | None], token: Array) -> Array:
+        before, after, _ = weights(*streams, token, *columns)
+        return jnp.where(refused[:, None], after, before)
+
+    if uniform is None:
+        token = jnp.arange(rows.logits.shape[1], dtype=jnp.int32)[None]
+        return weights_of([None if x is None else x[index] for x in stored], token)
     segments = jnp.where(refused[:, None], masses.after, masses.before)
+    uniform = uniform.astype(jnp.float32)
     noise = sampling.block_noise(uniform, segments.shape[1])
     segment = sampling.argmax(jnp.log(segments) + noise)
     vocab = rows.logits.shape[1]
@@ -144,11 +159,7 @@ def _draw(rows: Rows, end: End, uniform: Array) -> Array:
     first = segment * width
     start = jnp.minimum(first, vocab - width)  # the last segment is pulled back inside
     cut = jax.vmap(lambda x, row, at: lax.dynamic_slice(x, (row, at), (1, width))[0], (None, 0, 0))
-    stored = rows.logits, rows.draft_logits
     streams = [None if x is None else cut(x, index, start) for x in stored]
     token = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    columns = jax.tree.map(lambda x: x[:, None], (target, draft, end.refusals))
-    before, after, _ = weights(*streams, token, *columns)
-    inside = jnp.where(refused[:, None], after, before)
-    inside = jnp.where(token >= first[:, None], inside, 0.0)
+    inside = jnp.where(token >= first[:, None], weights_of(streams, token), 0.0)
     return start + sampling.argmax(jnp.log(inside) + sampling.token_noise(uniform, token))

@@ -1,202 +1,135 @@
-"""Rejection sampling in plain jnp: the specification of the kernels, distributions stored.
+"""The specification of rejection sampling: the rules as the papers state them, node by node.
 
-For the same uniforms it gives the path, its length and the token of ``jspec.verify``, from raw
-logits and without any of its code.
+It takes concrete arrays alone. For the same uniforms it gives the path, its length and the token of
+``jspec.verify``, without any of its code.
 """
-
-import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from jspec.core import sampling
+from jspec.core.types import Sampling
 from jspec.kernels.rejection_sampling.distributions import Filters, Form, Proposal
 
 Array = jax.Array
 
 
 def rejection_sampling(
-    logits: Array, filters: Filters, proposal: Proposal, uniforms: Array, uniform: Array, form: Form
+    logits: Array,
+    filters: Filters,
+    proposal: Proposal,
+    uniforms: Array,
+    uniform: Array | None,
+    form: Form,
 ) -> tuple[Array, Array, Array]:
     """Judge a draft, and draw the token after the accepted path.
 
     Args:
       logits: raw, of the target [B, N, V].
       filters: of every row [B].
-      proposal: a draft; its parents precede their children.
+      proposal: a draft; its parents precede their children. Children of a node are judged in turn,
+        drawn ones before deterministic ones.
       uniforms: in [0, 1), [B, N]; entry i decides node i, entry 0 is not used.
-      uniform: [B, 2], the key of the token's noise: see ``jspec.core.sampling.draw``.
+      uniform: [B, 2], the key of the token's noise: see ``jspec.core.sampling.draw``. None returns
+        the weights of the next token instead, [B, V].
       form: static properties.
 
     Returns:
       path int32 [B, max_depth + 1], 0 below its end; num_accepted int32 [B]; token int32 [B].
     """
-    path, num_accepted, probs = judge(logits, filters, proposal, uniforms, form)
-    return path, num_accepted, sampling.draw(jnp.log(probs), uniform)
-
-
-def judge(
-    logits: Array, filters: Filters, proposal: Proposal, uniforms: Array, form: Form
-) -> tuple[Array, Array, Array]:
-    """Return path and length, as above, and the distribution of the next token: weights [B, V].
-
-    Rule "rejection" walks down from the root. It judges the children of a node in turn, drawn ones
-    before deterministic ones, and accepts x where u q(x) < p(x). A refusal turns p into
-    max(p - q, 0), renormalised, and takes the token from q. Rule "block" is block verification
-    (arXiv 2403.10444), in its form for trees, traversal verification (arXiv 2505.12398).
-    """
-    p = target_probs(logits, filters)
+    values = dict(zip(Filters._fields, filters[:4], strict=False))
+    names = ("temperature", *filters.names)
+    p = jax.nn.softmax(sampling.process_logits(logits, Sampling(values, names=names)), -1)
     q = jnp.zeros_like(p)
     if proposal.logits is not None:
         q = jax.nn.softmax(proposal.logits.astype(p.dtype), -1)
-    rule = {"rejection": _walk, "block": _traverse}[form.rule]
-    return jax.vmap(functools.partial(rule, form))(p, q, proposal, uniforms)
+    wide = [np.asarray(x, np.float64) for x in (p, q, uniforms)]
+    paths, probs = np.zeros((len(p), form.max_depth + 1), np.int32), np.zeros(p[:, 0].shape)
+    counts = np.zeros(len(p), np.int32)
+    for row in range(len(p)):
+        fields = (None if x is None else np.asarray(x[row]) for x in proposal)
+        draft = _Draft(*(x[row] for x in wide), Proposal(*fields))
+        path, probs[row] = draft.walk(0) if form.rule == "rejection" else draft.traverse(0, 1.0)
+        counts[row] = len(path)
+        paths[row, 1 : 1 + len(path)] = path
+    weights = jnp.asarray(probs, p.dtype)
+    token = weights if uniform is None else sampling.draw(jnp.log(weights), uniform)
+    return jnp.asarray(paths), jnp.asarray(counts), token
 
 
-def target_probs(logits: Array, filters: Filters) -> Array:
-    """Return the processed probabilities [B, N, V], filters in ``jspec.core.sampling``'s order."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    temperature, min_p, top_k, top_p = (x[:, None, None] for x in filters[:4])
-    x = logits / jnp.where(temperature > 0, temperature, 1)
-    if "min_p" in filters.names:
-        x = jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(min_p), x, -jnp.inf)
-    if "top_k" in filters.names:
-        x = jnp.where(sampling.keep_top_k(x, top_k), x, -jnp.inf)
-    if "top_p" in filters.names:
-        x = jnp.where(sampling.keep_top_p(x, top_p), x, -jnp.inf)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=x.dtype)
-    return jnp.where(temperature > 0, jax.nn.softmax(x, -1), greedy)
+class _Draft:
+    """The draft of one row, with its distributions p and q after every node, [N, V] each."""
+
+    def __init__(self, p: np.ndarray, q: np.ndarray, uniforms: np.ndarray, proposal: Proposal):
+        self.p, self.q, self.uniforms, self.proposal = p, q, uniforms, proposal
+
+    def walk(self, node: int) -> tuple[list[int], np.ndarray]:
+        """Return the accepted path below ``node``, and the distribution of the token after it.
+
+        Recursive rejection sampling (arXiv 2211.17192; of trees 2402.12374) accepts x where
+        u q(x) < p(x). A refusal turns p into max(p - q, 0), renormalised.
+        """
+        p, q = self.p[node], self.first_q(node)
+        for child in self.children(node):
+            token, q_child = self.token_and_q(child, q)
+            if self.uniforms[child] * q_child[token] < p[token] and q_child[token] > 0:
+                path, probs = self.walk(child)
+                return [child, *path], probs
+            residual = np.maximum(p - q_child, 0)
+            p = _normalised(residual) if residual.any() else p
+            q = self.next_q(child, q)
+        return [], p
+
+    def traverse(self, node: int, joint: float) -> tuple[list[int], np.ndarray] | None:
+        """Return path and distribution as ``walk`` does, or None if ``node`` is refused.
+
+        Traversal verification (arXiv 2505.12398), which for a chain is block verification (arXiv
+        2403.10444), judges nodes in post-order. ``joint`` is P of the node when it is entered. A
+        refused child turns P p into max(P p - q, 0), with mass R, and P into R / (R + 1 - P).
+        """
+        p, q = self.p[node], self.first_q(node)
+        for child in self.children(node):
+            token, q_child = self.token_and_q(child, q)
+            ratio = joint * p[token] / q_child[token] if q_child[token] > 0 else 0.0
+            if accepted := self.traverse(child, min(1.0, ratio)):
+                return [child, *accepted[0]], accepted[1]
+            residual = np.maximum(joint * p - q_child, 0)
+            mass = residual.sum()
+            missing = mass + 1 - joint  # 0 only if p and q agree: then the node passes
+            joint = mass / missing if missing > 0 else 1.0
+            p = _normalised(residual) if mass > 0 else p
+            q = self.next_q(child, q)
+        return ([], p) if node == 0 or self.uniforms[node] < joint else None
+
+    def children(self, node: int) -> list[int]:
+        """Return the children of a node in the order of judgement."""
+        proposal, nodes = self.proposal, range(1, len(self.p))
+        children = [i for i in nodes if proposal.valid[i] and proposal.parents[i] == node]
+        return sorted(children, key=lambda child: not proposal.sampled[child])
+
+    def first_q(self, node: int) -> np.ndarray:
+        """Return q of the first drawn child of a node: without its deterministic siblings."""
+        q = self.q[node].copy()
+        for child in self.children(node):
+            if not self.proposal.sampled[child]:
+                q[self.proposal.tokens[child]] = 0
+        return _normalised(q)
+
+    def token_and_q(self, child: int, q: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the token of a child, and the distribution that it was drawn from."""
+        token = self.proposal.tokens[child]
+        return token, q if self.proposal.sampled[child] else np.eye(1, len(q), token)[0]
+
+    def next_q(self, child: int, q: np.ndarray) -> np.ndarray:
+        """Return q of the next drawn sibling of a refused child."""
+        if not self.proposal.sampled[child]:
+            return q
+        rest = q.copy()
+        rest[self.proposal.tokens[child]] = 0
+        return _normalised(rest)
 
 
-def _normalised(weights: Array) -> Array:
+def _normalised(weights: np.ndarray) -> np.ndarray:
     total = weights.sum()
-    return weights / jnp.where(total > 0, total, 1)
-
-
-def _walk(form: Form, p: Array, q: Array, draft: Proposal, uniforms: Array):
-    """The walk of one batch row: p, q [N, V]. Nodes follow their parents, so one scan suffices."""
-    nodes, vocab = p.shape
-    index = jnp.arange(nodes)
-    one_hot = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
-    deterministic = draft.valid & ~draft.sampled & (index > 0)
-
-    def enter(node: Array) -> tuple[Array, Array]:
-        """p at a node, and q of its first drawn child: without deterministic siblings."""
-        siblings = deterministic & (draft.parents == node)
-        excluded = jnp.where(siblings[:, None], one_hot, 0).any(0)
-        return p[node], _normalised(jnp.where(excluded, 0, q[node]))
-
-    def judge_node(carry, node):
-        current, p_here, q_here, path, depth = carry
-        token = one_hot[node]
-        q_node = jnp.where(draft.sampled[node], q_here, token)
-        p_token, q_token = (p_here * token).sum(), (q_node * token).sum()
-        judged = draft.valid[node] & (draft.parents[node] == current) & (node > 0)
-        accepted = judged & (uniforms[node] * q_token < p_token) & (q_token > 0)
-        refused = judged & ~accepted
-        residual = jnp.maximum(p_here - q_node, 0)
-        residual = jnp.where(residual.any(), _normalised(residual), p_here)
-        p_here = jnp.where(refused, residual, p_here)
-        q_rest = _normalised(q_here * (1 - token))
-        q_here = jnp.where(refused & draft.sampled[node], q_rest, q_here)
-        depth = depth + accepted
-        path = path.at[jnp.where(accepted, depth, form.max_depth + 1)].set(node, mode="drop")
-        p_child, q_child = enter(node)
-        p_here = jnp.where(accepted, p_child, p_here)
-        q_here = jnp.where(accepted, q_child, q_here)
-        return (jnp.where(accepted, node, current), p_here, q_here, path, depth), None
-
-    # Nodes grouped by parent, drawn children before deterministic ones.
-    order = jnp.lexsort((index, ~draft.sampled, draft.parents)).astype(jnp.int32)
-    path = jnp.zeros((form.max_depth + 1,), jnp.int32)
-    start = (jnp.int32(0), *enter(jnp.int32(0)), path, jnp.int32(0))
-    (_, probs, _, path, depth), _ = lax.scan(judge_node, start, order)
-    return path, depth, probs
-
-
-class _Tour(NamedTuple):
-    """A tour of one batch row's tree that enters every node, and leaves it after its descendants.
-
-    It continues as if every node were refused; the first node that passes when left is the end.
-    """
-
-    current: Array
-    entered: Array  # [N] bool
-    joint: Array  # [N], P of each node so far
-    p: Array  # [N, V], residuals of the target's distributions, normalised
-    q: Array  # [N, V], distributions of the next drawn children, normalised
-    ended: Array
-    end: Array
-    end_probs: Array  # [V]
-
-
-def _traverse(form: Form, p: Array, q: Array, draft: Proposal, uniforms: Array):
-    """Block verification of one batch row: p, q [N, V]."""
-    nodes, vocab = p.shape
-    index = jnp.arange(nodes)
-    one_hot = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
-    is_child = draft.valid & (index > 0) & (draft.parents == index[:, None])  # [parent, child]
-    excluded = ((is_child & ~draft.sampled).astype(p.dtype) @ one_hot) > 0  # deterministic siblings
-    order = index + nodes * ~draft.sampled  # drawn children come first
-
-    def q_of(tour: _Tour, child: Array) -> Array:
-        return jnp.where(draft.sampled[child], tour.q[draft.parents[child]], one_hot[child])
-
-    def enter(tour: _Tour, node: Array) -> _Tour:
-        parent = draft.parents[node]
-        p_token, q_token = ((x * one_hot[node]).sum() for x in (tour.p[parent], q_of(tour, node)))
-        ratio = tour.joint[parent] * p_token / jnp.where(q_token > 0, q_token, 1)
-        joint = jnp.minimum(1, jnp.where(q_token > 0, ratio, 0))
-        return tour._replace(
-            current=node,
-            entered=tour.entered.at[node].set(True),
-            joint=tour.joint.at[node].set(joint),
-        )
-
-    def leave(tour: _Tour) -> _Tour:
-        node, parent = tour.current, draft.parents[tour.current]
-        ends = ~tour.ended & ((uniforms[node] < tour.joint[node]) | (node == 0))
-        residual = jnp.maximum(tour.joint[parent] * tour.p[parent] - q_of(tour, node), 0)
-        mass = residual.sum()
-        missing = mass + 1 - tour.joint[parent]  # 0 only if p and q agree: the parent passes
-        passing = jnp.where(missing > 0, mass / jnp.where(missing > 0, missing, 1), 1)
-        residual = jnp.where(mass > 0, _normalised(residual), tour.p[parent])
-        q_rest = _normalised(tour.q[parent] * (1 - one_hot[node]))
-        q_rest = jnp.where(draft.sampled[node], q_rest, tour.q[parent])
-        return tour._replace(
-            current=parent,
-            joint=tour.joint.at[parent].set(passing),
-            p=tour.p.at[parent].set(residual),
-            q=tour.q.at[parent].set(q_rest),
-            ended=tour.ended | ends,
-            end=jnp.where(ends, node, tour.end),
-            end_probs=jnp.where(ends, tour.p[node], tour.end_probs),
-        )
-
-    def move(_, tour: _Tour) -> _Tour:
-        pending = is_child[tour.current] & ~tour.entered
-        child = jnp.argmin(jnp.where(pending, order, 2 * nodes)).astype(jnp.int32)
-        moved = enter(tour, child), leave(tour)
-        return jax.tree.map(lambda a, b: jnp.where(pending.any(), a, b), *moved)
-
-    q = jax.vmap(_normalised)(jnp.where(excluded, 0, q))
-    root, joint = jnp.int32(0), jnp.ones((nodes,), p.dtype)
-    start = _Tour(root, index == 0, joint, p, q, jnp.bool_(False), root, p[0])
-    tour = lax.fori_loop(0, 2 * nodes, move, start)
-    return *_path_to(form, draft.parents, tour.end), tour.end_probs
-
-
-def _path_to(form: Form, parents: Array, end: Array) -> tuple[Array, Array]:
-    """Node ids from the root down to ``end``, 0 below it, and its depth."""
-    nodes = parents.shape[0]
-    upwards = [end]
-    for _ in range(form.max_depth):
-        upwards.append(parents[upwards[-1]])
-    upwards = jnp.stack(upwards)  # the root is repeated
-    depth = (upwards != 0).sum().astype(jnp.int32)
-    position = jnp.where(upwards != 0, depth - jnp.arange(upwards.shape[0]), nodes)
-    path = jnp.zeros((form.max_depth + 1,), jnp.int32)
-    return path.at[position].set(upwards, mode="drop"), depth
+    return weights / (total if total > 0 else 1)

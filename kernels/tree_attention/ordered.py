@@ -11,7 +11,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.tree_attention.reference import MASKED, Array, dot
+from jspec.kernels.tree_attention.softmax import MASKED, Array, dot
 
 TILE = 16  # queries at a time
 BLOCK = 64  # slots at a time; the slots of a cache are a multiple

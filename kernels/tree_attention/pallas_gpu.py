@@ -99,6 +99,7 @@ def tree_attention(
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
+    first_only: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -110,6 +111,7 @@ def tree_attention(
 
     ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
     """
+    del first_only  # the prefix is read for all nodes
     batch, heads, nodes, dim = q.shape
     kv_heads, slots = cache_k.shape[1:3]
     slots *= 1 if table is None else table.shape[1]

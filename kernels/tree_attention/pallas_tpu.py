@@ -86,6 +86,7 @@ def tree_attention(
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
+    first_only: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -94,6 +95,7 @@ def tree_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """Attend as the reference does, over a non-empty cache; ``blocks`` None chooses by shape."""
+    del first_only  # the prefix is read for all nodes
     batch, heads, nodes, dim = q.shape
     kv_heads, page = cache_k.shape[1:3]
     slots = page if table is None else page * table.shape[1]

@@ -24,7 +24,6 @@ from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.heads import eagle, medusa
-from jspec.verify import RULES
 from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # of the loops
@@ -207,13 +206,13 @@ def plans(platform: str, implementation: str | None) -> dict[str, Plan]:
     head = dataclasses.replace(EAGLE, network=with_kernel(EAGLE.network))
     drawn = dict(tree="sampled", tree_size=16, tree_depth=5, tree_top_k=4)
     dynamic = dict(tree="eagle2", tree_size=32, tree_depth=5, tree_top_k=8)
-    judged = lambda rule: dataclasses.replace(RULES[rule], implementation=implementation)
+    judged = dict(sampling_backend=implementation)
     plan = functools.partial(Plan, platform=PLATFORMS[platform])
     return {
         "draft_model": plan(target, chain),
         "static tree": plan(target, tree),
-        "eagle3, chain": plan(target, Eagle(head, target, 7), judged("rejection")),
-        "eagle3, drawn tree": plan(target, Eagle(head, target, **drawn), judged("block")),
+        "eagle3, chain": plan(target, Eagle(head, target, 7), "rejection", **judged),
+        "eagle3, drawn tree": plan(target, Eagle(head, target, **drawn), "block", **judged),
         "eagle3, dynamic tree": plan(target, Eagle(head, target, **dynamic)),
         "eagle3, adaptive": plan(target, Eagle(head, target, 7), lengths=(0, 3, 7)),
     }

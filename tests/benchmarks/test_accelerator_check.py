@@ -137,7 +137,7 @@ def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
 def test_a_wrong_kernel_fails_the_step():
     row = {
         "case": "a tree",
-        "seconds": {"reference": 2.0, "pallas_tpu": 1.0},
+        "seconds": {"xla": 2.0, "pallas_tpu": 1.0},
         "cached": False,
         "difference": 0.001,
         "errors": {},

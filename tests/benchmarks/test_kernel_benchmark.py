@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import kernels
-from benchmarks.kernels import LIMITS, REFERENCE
+from benchmarks.kernels import LIMITS, XLA
 
 SETTINGS = argparse.Namespace(
     operations=["tree_attention", "rejection_sampling"],
@@ -33,11 +33,11 @@ def short(monkeypatch):
 def row_of(operation, beside=None, **others):
     """The row of a contest whose kernel is ``beside``, or XLA with ``others`` as its arrays."""
     [contest] = kernels.OPERATIONS[operation](SETTINGS)
-    xla = contest.contenders[REFERENCE]
+    xla = contest.contenders[XLA]
     if beside is None:
         others = {name: change(xla.keywords[name]) for name, change in others.items()}
         beside = functools.partial(xla.func, *xla.args, **(xla.keywords | others))
-    contest = contest._replace(contenders={REFERENCE: xla, "pallas": beside})
+    contest = contest._replace(contenders={XLA: xla, "pallas": beside})
     return kernels.measured(contest, 1, 1e9)
 
 
@@ -59,7 +59,7 @@ def test_attention_in_another_precision_is_well_and_over_half_of_the_cache_is_no
 
 def test_verdicts_by_other_uniforms_are_not_well():
     [contest] = kernels.rejection_sampling(SETTINGS)
-    xla = contest.contenders[REFERENCE]
+    xla = contest.contenders[XLA]
     same = row_of("rejection_sampling", xla)
     assert same["well"] and same["difference"] == 0
     case, implementation, rounds, uniform = xla.args
@@ -74,7 +74,7 @@ def test_a_kernel_that_does_not_run_or_gives_no_number_is_an_error_of_its_row(op
 
     row = row_of(operation, refused)
     assert row["errors"] == {"pallas": "NotImplementedError: no such instruction"}
-    assert list(row["seconds"]) == [REFERENCE] and not row["well"]
+    assert list(row["seconds"]) == [XLA] and not row["well"]
     row = row_of(operation, lambda: jnp.full((2, 2), jnp.nan))
     assert row["errors"] == {"pallas": "returns NaN or infinity"} and not row["well"]
     assert "NaN or infinity" in str(kernels.table([row]).columns[-1]._cells)

@@ -72,14 +72,14 @@ def test_weights_take_at_most_half_of_the_memory(monkeypatch):
 def test_the_bar_is_met_if_all_ratios_of_an_implementation_are_below_it():
     row = dict(draft="chain", batch=1, length=64, nodes=8)
     rows = [
-        row | dict(implementation="reference", ratio_best=1.05),
-        row | dict(implementation="reference", length=128, ratio_best=1.2),
+        row | dict(implementation="xla", ratio_best=1.05),
+        row | dict(implementation="xla", length=128, ratio_best=1.2),
         row | dict(implementation="pallas_gpu", ratio_best=1.1),
         row | dict(implementation="pallas_gpu", batch=8, ratio_best=2.0),
     ]
     assert [each["met"] for each in verify_cost.bar(rows).values()] == [False, True]
     text = verify_cost.verdict(rows)
-    assert "batch 1, reference: not met (1.050 chain at 64, 1.200 chain at 128)" in text
+    assert "batch 1, xla: not met (1.050 chain at 64, 1.200 chain at 128)" in text
     assert "batch 1, pallas_gpu: met (1.100 chain at 64)" in text
     assert verify_cost.verdict([]).endswith("not measured")
 

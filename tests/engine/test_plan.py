@@ -123,21 +123,30 @@ def test_parts_that_do_not_fit_raise_with_a_remedy(drafter, rule, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_kernel_that_no_draft_would_reach_is_refused():
-    for name in ("rejection", "block"):
-        forced = dataclasses.replace(RULES[name], implementation="pallas_tpu")
-        for drafter in (CHAIN, TREE):
-            assert Plan(TARGET, drafter, forced).effective_rule.implementation == "pallas_tpu"
-        with pytest.raises(ValueError) as error:
-            Plan(TARGET, labelled("deterministic"), forced)
-        assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
-        assert "Labelled are deterministic" in str(error.value)
-        assert "'match', which judges those, has no kernel; leave implementation out" in str(
-            error.value
-        )
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_sampling_backend_that_no_draft_would_reach_is_refused(rule):
+    for drafter in (CHAIN, TREE):
+        Plan(TARGET, drafter, rule, sampling_backend="pallas_tpu")
+    with pytest.raises(ValueError, match=r"but those of Labelled are deterministic .*'match', wh"):
+        Plan(TARGET, labelled("deterministic"), rule, sampling_backend="pallas_tpu")
 
 
-def test_a_kernel_is_refused_to_a_dynamic_tree():
+@pytest.mark.parametrize(
+    ("rule", "backend", "message"),
+    [
+        ("rejection", "triton", "sampling_backend='triton' is not known; use None or one of 'xla'"),
+        ("rejection", "reference", "'reference' is not known; use None or one of 'xla', 'pallas_t"),
+        ("match", "pallas_tpu", "is for the rules 'rejection' and 'block', not for 'match'; leave"),
+        (verify.typical(), "pallas_gpu", "rules 'rejection' and 'block', not for 'typical'"),
+    ],
+)
+def test_a_sampling_backend_that_a_rule_does_not_have_is_refused(rule, backend, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(TARGET, CHAIN, rule, sampling_backend=backend)
+    assert Plan(TARGET, CHAIN, rule, sampling_backend="xla").sampling_backend == "xla"
+
+
+def test_a_sampling_backend_is_refused_to_a_dynamic_tree():
     network = DecoderConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -150,9 +159,8 @@ def test_a_kernel_is_refused_to_a_dynamic_tree():
     )
     head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
     drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)
-    forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
     with pytest.raises(ValueError, match=r"Eagle are deterministic \(as are all dynamic trees\)"):
-        Plan(DECODER, drafter, forced)
+        Plan(DECODER, drafter, sampling_backend="pallas_gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +216,7 @@ def test_node_buckets_may_be_a_list():
         ({"deterministic_rule": "match"}, "deterministic_rule='match' of a Rule must be a Rule"),
         ({"depths": 3}, "depths=3 of a Rule must be a pair (smallest, "),
         ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
-        ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or in ('"),
+        ({"implementation": "pallas_tpu"}, "give sampling_backend to Plan or LLM"),
     ],
 )
 def test_a_rule_setting_out_of_range_is_refused_when_the_rule_is_made(mistake, message):

@@ -1,4 +1,4 @@
-"""Random cases of tree attention, and a dense softmax in NumPy."""
+"""Random cases of tree attention, contiguous and in pages."""
 
 import numpy as np
 
@@ -55,37 +55,3 @@ def in_pages(case, page, *, seed=0):
     for row, length in enumerate(case["length"]):
         table[row, -(-int(length) // page) :] = 0  # as the engine leaves it
     return paged, table
-
-
-def dense(
-    q,
-    tree_k,
-    tree_v,
-    ancestors,
-    cache_k,
-    cache_v,
-    length,
-    scale,
-    window=None,
-    positions=None,
-    soft_cap=None,
-):
-    """Return one softmax over all keys, in float64."""
-    wide = lambda x: x.astype(np.float64)
-    heads, nodes = q.shape[1:3]
-    group = heads // tree_k.shape[1]
-    keys = np.repeat(np.concatenate([wide(cache_k), wide(tree_k)], 2), group, 1)
-    values = np.repeat(np.concatenate([wide(cache_v), wide(tree_v)], 2), group, 1)
-    slots = np.arange(cache_k.shape[2])
-    prefix = np.broadcast_to(slots < length[:, None, None], (len(q), nodes, len(slots)))
-    if window is not None:
-        prefix = prefix & (slots > positions[:, :, None] - window)
-    key = np.arange(tree_k.shape[2])
-    near = ancestors[..., key // 32] >> (key % 32).astype(np.uint32) & 1
-    mask = np.concatenate([prefix, near > 0], -1)[:, None]
-    scores = np.einsum("bhnd,bhsd->bhns", wide(q), keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    scores = np.where(mask, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bhns,bhsd->bhnd", weights / weights.sum(-1, keepdims=True), values)
