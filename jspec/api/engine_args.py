@@ -9,7 +9,7 @@ from jspec.util import arguments, neutral
 from jspec.util.arguments import argument
 from jspec.util.values import is_real, is_whole
 
-_MOST_INDEX = 2**31 - 2  # of pages and tokens, which the device counts in int32
+_MOST_INDEX = 2**31 - 2  # the device counts pages and tokens in int32
 _STATS = (None, "summary", "detailed")
 
 
@@ -47,45 +47,40 @@ class EngineArgs:
     """
 
     speculative_config: Mapping[str, Any] | str | None = argument(
-        None, help="JSON object with vLLM's keys.", kind=str | None
+        None, "JSON object with vLLM's keys.", kind=str | None
     )
     dtype: str | None = argument(
-        None, help="auto, float32, bfloat16 or float16.", kind=str, default="auto"
+        None, "auto, float32, bfloat16 or float16.", kind=str, default="auto"
     )
-    max_model_len: int | None = argument(None, help="Longest text, prompt included.")
-    seed: int = argument(0, check=_SEED, help="Seed of requests without one.")
+    max_model_len: int | None = argument(None, "Longest text, prompt included.")
+    seed: int = argument(0, "Seed of requests without one.", check=_SEED)
     max_num_seqs: int | None = argument(
-        None, check=_COUNT, help="Sequences that run together.", kind=int, default=32, min=1
+        None, "Sequences that run together.", check=_COUNT, kind=int, default=32, min=1
     )
     per_request_stats: str | None = argument(None, check=_KIND_OF_STATS)
     tokenizer: Any = argument(
-        None, help="Directory of a tokenizer. Default: the model's own.", kind=str | None
+        None, "Directory of a tokenizer. Default: the model's own.", kind=str | None
     )
-    logprobs_mode: str = argument("raw_logprobs", help="raw_logprobs, processed_logprobs, ...")
-    max_logprobs: int = argument(20, check=_MOST_SCORES, help="Largest logprobs of a request.")
-    deterministic: bool = argument(
-        False, check=_BOOL, help="Texts equal to the bit in every batch.", names=["--deterministic"]
-    )
+    logprobs_mode: str = argument("raw_logprobs", "raw_logprobs, processed_logprobs, ...")
+    max_logprobs: int = argument(20, "Largest logprobs of a request.", check=_MOST_SCORES)
+    deterministic: bool = argument(False, "Texts equal to the bit in every batch.", check=_BOOL)
     enable_prefix_caching: bool | None = argument(
         None,
+        "Share the cache of what prompts begin with. Default: if supported.",
         check=_BOOL_OR_NONE,
-        help="Share the cache of what prompts begin with. Default: if supported.",
         rich_help_panel=_MEMORY,
     )
     block_size: int | None = argument(
-        None, check=_INDEX, help="Tokens of a page.", rich_help_panel=_MEMORY
+        None, "Tokens of a page.", check=_INDEX, rich_help_panel=_MEMORY
     )
     num_gpu_blocks_override: int | None = argument(
-        None, check=_INDEX, help="Pages.", rich_help_panel=_MEMORY
+        None, "Pages.", check=_INDEX, rich_help_panel=_MEMORY
     )
     kv_cache_memory_bytes: int | None = argument(
-        None, check=_BYTES, help="Bytes of the cache.", rich_help_panel=_MEMORY
+        None, "Bytes of the cache.", check=_BYTES, rich_help_panel=_MEMORY
     )
     gpu_memory_utilization: float | None = argument(
-        None,
-        check=_SHARE,
-        help="Share of memory for weights and cache.",
-        rich_help_panel=_MEMORY,
+        None, "Share of memory for weights and cache.", check=_SHARE, rich_help_panel=_MEMORY
     )
 
     def __post_init__(self):

@@ -7,12 +7,13 @@ import typer
 from rich.console import Console
 
 from jspec.cli import arguments, options
-from jspec.cli.options import option, sampling
+from jspec.cli.options import option
 from jspec.cli.stages import Stages
 from jspec.util import values
 
 _PANEL = {"rich_help_panel": "Model"}
 _of_model = functools.partial(option, **_PANEL)
+_sampling = functools.partial(option, rich_help_panel="Sampling")
 
 
 def certify(
@@ -37,11 +38,11 @@ def certify(
     engine: _of_model(
         bool, "Compare texts in a shared engine with those alone.", "--engine"
     ) = False,
-    temperature: sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
-    top_p: sampling(float | None, "1 keeps all tokens.") = None,
-    top_k: sampling(int | None, "0 keeps all tokens.") = None,
-    min_p: sampling(float | None, "0 keeps all tokens.") = None,
-    seed: sampling(int, "Seed of all noise.") = 0,
+    temperature: _sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
+    top_p: _sampling(float | None, "1 keeps all tokens.") = None,
+    top_k: _sampling(int | None, "0 keeps all tokens.") = None,
+    min_p: _sampling(float | None, "0 keeps all tokens.") = None,
+    seed: _sampling(int, "Seed of all noise.") = 0,
     json_file: option(Path | None, "File for the findings.", "--json") = None,
 ) -> None:
     """Prove that speculation keeps the target's distribution; exit code 1 if it does not."""

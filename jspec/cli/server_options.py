@@ -19,15 +19,15 @@ _STATS = ("none", "summary")
 class Address:
     """The address of a server, its names, and the keys of its clients."""
 
-    host: str = argument("127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
-    port: int = argument(8000, help="0 for any free one.", min=0, max=65535)
-    uds: str | None = argument(None, help="Path of a Unix socket, instead of --host and --port.")
+    host: str = argument("127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
+    port: int = argument(8000, "0 for any free one.", min=0, max=65535)
+    uds: str | None = argument(None, "Path of a Unix socket, instead of --host and --port.")
     served_model_name: list[str] | None = argument(
-        None, help="The model's name for clients; several may be given."
+        None, "The model's name for clients; several may be given."
     )
     api_key: list[str] | None = argument(
         None,
-        help="Key that clients must send; several may be given.",
+        "Key that clients must send; several may be given.",
         envvar="JSPEC_API_KEY",  # other users of the machine see flags
     )
 
@@ -37,58 +37,43 @@ class Answers:
     """The forms of prompts and answers, and the limits of requests."""
 
     max_num_queued_reqs: int | None = argument(
-        None,
-        help="Most sequences that wait; more get status 429. Default: no limit.",
-        min=1,
+        None, "Most sequences that wait; more get status 429. Default: no limit.", min=1
     )
-    chat_template: str | None = argument(
-        None, help="Jinja, or a file with it. Default: the model's."
-    )
+    chat_template: str | None = argument(None, "Jinja, or a file with it. Default: the model's.")
     default_chat_template_kwargs: str | None = argument(
-        None, help="JSON object: variables of the chat template that requests do not set."
+        None, "JSON object: variables of the chat template that requests do not set."
     )
-    trust_request_chat_template: bool = argument(
-        False,
-        help="Take chat templates from requests.",
-        names=["--trust-request-chat-template"],
-    )
+    trust_request_chat_template: bool = argument(False, "Take chat templates from requests.")
     generation_config: str = argument(
         "auto",
-        help="auto: defaults of requests are the model's; vllm: those of the API; or a directory.",
+        "auto: defaults of requests are the model's; vllm: those of the API; or a directory.",
     )
     chat_template_content_format: str = argument(
-        "auto",
-        help="string, openai (parts) or auto: the one that the chat template reads.",
+        "auto", "string, openai (parts) or auto: the one that the chat template reads."
     )
     override_generation_config: str | None = argument(
         None,
-        help="JSON object: defaults of requests before those of --generation-config, and "
+        "JSON object: defaults of requests before those of --generation-config, and "
         "max_new_tokens, which cuts all texts.",
     )
-    enable_force_include_usage: bool = argument(
-        False,
-        help="Send the usage in every event of a stream.",
-        names=["--enable-force-include-usage"],
-    )
+    enable_force_include_usage: bool = argument(False, "Send the usage in every event of a stream.")
     tool_call_parser: str | None = argument(
         None,
-        help="deepseek_v3, hermes, llama3_json, mistral, pythonic or qwen3_coder. Default: the one "
+        "deepseek_v3, hermes, llama3_json, mistral, pythonic or qwen3_coder. Default: the one "
         "that the chat template shows.",
     )
     reasoning_parser: str | None = argument(
-        None, help="deepseek_r1 or qwen3: answers have their reasoning apart."
+        None, "deepseek_r1 or qwen3: answers have their reasoning apart."
     )
     per_request_spec_decode_stats: str = argument(
-        "none", help="none or summary: counts of drafts in every choice."
+        "none", "none or summary: counts of drafts in every choice."
     )
-    request_timeout: float | None = argument(
-        None, help="Longest seconds of a request; more get 504."
-    )
+    request_timeout: float | None = argument(None, "Longest seconds of a request; more get 504.")
     max_body_bytes: int = argument(
-        limits.BODY_BYTES.most, help="Largest body; a larger one gets 413.", min=1
+        limits.BODY_BYTES.most, "Largest body; a larger one gets 413.", min=1
     )
     max_texts_per_request: int = argument(
-        limits.TEXTS_OF_BODY.most, help="Most texts of a request: its prompts times n.", min=1
+        limits.TEXTS_OF_BODY.most, "Most texts of a request: its prompts times n.", min=1
     )
 
     def settings(self) -> dict[str, Any]:
@@ -100,15 +85,19 @@ class Answers:
         from jspec.api.content import FORMATS
         from jspec.server import readers
 
+        with named_extra():
+            from jspec.server import defaults
         stats, content = self.per_request_spec_decode_stats, self.chat_template_content_format
         check_choice("--per-request-spec-decode-stats", stats, _STATS)
         check_choice("--tool-call-parser", self.tool_call_parser, readers.CALLS)
         check_choice("--reasoning-parser", self.reasoning_parser, readers.REASONING)
         check_choice("--chat-template-content-format", content, FORMATS)
+        flag, text = "--override-generation-config", self.override_generation_config
+        override = defaults.overriding(arguments.mapping(flag, text, '{"temperature": 0.5}'))
         return dict(
             chat_template=template_of(self.chat_template),
             defaults=self.generation_config,
-            override=_override(self.override_generation_config),
+            override=override,
             template_variables=_template_variables(self.default_chat_template_kwargs),
             trusts_chat_templates=self.trust_request_chat_template,
             chat_template_content_format=content,
@@ -133,14 +122,6 @@ def loaded(model: str | None, args: EngineArgs) -> tuple[Any, str]:
     llm = LLM(model, **vars(args))
     is_local = Path(model).exists()  # its path is nobody's business
     return llm, Path(model).resolve().name.removesuffix(".gguf") if is_local else str(model)
-
-
-def _override(text: str | None) -> dict[str, Any]:
-    """Return the value of --override-generation-config."""
-    given = arguments.mapping("--override-generation-config", text, '{"temperature": 0.5}')
-    with named_extra():
-        from jspec.server import defaults as of_model
-    return of_model.overriding(given)
 
 
 def _template_variables(text: str | None) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _ordinals(logits: Array, unsigned: np.dtype) -> Array:
 
 
 # Every sampling filter, in the order in which they apply, which is vLLM's. To add one, add its
-# entry here and its field to ``SamplingParams``.
+# entry here and its field to ``SamplingFields``.
 FILTERS: dict[str, Filter] = {
     entry.name: entry
     for entry in (

@@ -3,20 +3,19 @@
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from starlette.responses import Response
 
-from jspec.api.outputs import CompletionOutput, RequestOutput
-from jspec.server import prompts, readers, sampling, scores, usage
+from jspec.api.outputs import RequestOutput
+from jspec.server import prompts, readers, sampling, scores
 from jspec.server.errors import RequestError
 from jspec.server.fields import ChatFields
 from jspec.server.parts import PartReader, Parts
-from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
+from jspec.server.serving import Batch, Server
+from jspec.server.streams import ChoicesForm, Event, Events, Piece, whole
 from jspec.server.tool_calls import Use, use_of
-
-_OF_PROMPT = ("prompt_token_ids",)  # beside the choices of an event, as vLLM has it
 
 
 async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Response:
@@ -27,7 +26,7 @@ async def answer(server: Server, fields: ChatFields) -> dict[str, Any] | Respons
     """
     batch, form = await begun(server, fields)
     if fields.stream:
-        return Events(batch, form.events(batch))
+        return Events(batch, form)
     (output,) = await batch.last()
     return await server.in_thread(lambda: form.body(output))
 
@@ -98,7 +97,7 @@ def _reasoner(
     return lambda: reader(is_open)
 
 
-class Form:
+class Form(ChoicesForm):
     """The form of the answer to one request."""
 
     def __init__(
@@ -109,8 +108,8 @@ class Form:
         reasoner: Callable[[], readers.ReasoningReader] | None,
         id: str,
     ):
-        self._server, self._fields, self._use = server, fields, use
-        self._reasoner = reasoner
+        super().__init__(server, fields)
+        self._use, self._reasoner = use, reasoner
         as_ids = bool(fields.return_tokens_as_token_ids)
         self._names = scores.TokenNames(server.llm.get_tokenizer(), as_ids)
         self._readers: dict[int, PartReader] = {}  # of each text
@@ -121,37 +120,29 @@ class Form:
         # Tokens and their scores would show the reasoning too.
         self._shows_tokens = bool(fields.return_token_ids) and shows_reasoning
         self._shows_scores = shows_reasoning
-        self._common = dict(id=id, created=int(time.time()), model=server.model_name)
-        self.head = {**self._common, "object": "chat.completion"}
+        common = dict(id=id, created=int(time.time()), model=server.model_name)
+        self.head = {**common, "object": "chat.completion"}
+        self.event_head = {**common, "object": "chat.completion.chunk"}
 
-    async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream: roles, parts of texts, their ends, and the usage."""
-        head = {**self._common, "object": "chat.completion.chunk"}
-        options, is_forced = self._fields.stream_options, self._server.settings.forces_usage
-        is_counted, is_always_counted = usage.in_events(options, is_forced=is_forced)
-        cursors: dict[int, Cursor] = {}
-        output = None
-        async for _, output in batch.outputs():
-            choices: list[tuple[dict[str, Any], list[CompletionOutput]]] = []
-            if not cursors:
-                choices = [(self._role(output, text.index), []) for text in output.outputs]
-            for text in output.outputs:
-                piece = cursors.setdefault(text.index, Cursor()).advance(text)
-                choices += [(choice, [text]) for choice in self._deltas(piece)]
-            for choice, texts in choices:
-                prompt = {key: choice.pop(key) for key in _OF_PROMPT if key in choice}
-                event = {**head, "choices": [choice], **prompt}
-                if is_counted:
-                    counted = self.usage(output, texts) if is_always_counted else None
-                    event["usage"] = counted
-                yield event
-        if is_counted:
-            yield {**head, "choices": [], "usage": self.usage(output)}
+    def first(self, output: RequestOutput) -> Iterator[Event]:
+        """Yield the roles of all choices."""
+        more = {}
+        if self._fields.return_token_ids:  # beside the choices, as vLLM has it
+            more = {"prompt_token_ids": output.prompt_token_ids}
+        for text in output.outputs:
+            delta = {"role": "assistant", "content": ""}
+            role = {"index": text.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self._event(role, output, [], **more)
+
+    def grow(self, index: int, output: RequestOutput, piece: Piece) -> Iterator[Event]:
+        """Yield the parts of a piece, each in an event."""
+        for choice in self._deltas(piece):
+            yield self._event(choice, output, [piece.output])
 
     def body(self, output: RequestOutput) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.choice(whole(text)) for text in output.outputs]
-        body = {**self.head, "choices": choices, "usage": self.usage(output)}
+        body = {**self.head, "choices": choices, "usage": self.usage([output])}
         if self._fields.prompt_logprobs is not None:
             body["prompt_logprobs"] = scores.of_prompt(output.prompt_logprobs)
         if self._fields.return_token_ids:
@@ -176,31 +167,20 @@ class Form:
             self._readers[index] = PartReader(self._use, self._reasoner, **self._reads)
         return self._readers[index].feed(piece)
 
-    def usage(
-        self, output: RequestOutput, texts: Sequence[CompletionOutput] | None = None
-    ) -> dict[str, Any]:
-        """Return ``usage`` for the texts so far; ``texts``: some of the output's, None for all."""
-        if texts is not None:
-            output = dataclasses.replace(output, outputs=list(texts))
-        has_stats = bool(self._fields.speculative_decoding_stats)
-        counted = usage.of([output], has_stats=has_stats)
+    def usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        """Return ``usage`` for outputs so far, with the tokens of their reasoning."""
+        outputs = list(outputs)
+        counted = super().usage(outputs)
         if self._reasoner is not None:
             tokenizer = self._server.llm.get_tokenizer()
             count = sum(
                 self._readers[text.index].num_reasoning_tokens(text.token_ids, tokenizer)
+                for output in outputs
                 for text in output.outputs
                 if text.index in self._readers
             )
             counted["completion_tokens_details"] = {"reasoning_tokens": count}
         return counted
-
-    def _role(self, output: RequestOutput, index: int) -> dict[str, Any]:
-        """Return the first event of a choice."""
-        delta = {"role": "assistant", "content": ""}
-        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if self._fields.return_token_ids:
-            first["prompt_token_ids"] = output.prompt_token_ids
-        return first
 
     def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of the events for a piece.
@@ -208,8 +188,6 @@ class Form:
         Each has one part that is new: reasoning, content or a delta of a call. The scores and the
         token ids go with the first one, the end with the last one.
         """
-        if piece.is_empty:
-            return []
         parts = self.read(piece)
         is_plain = self._use.reader is None and self._reasoner is None
         deltas: list[dict[str, Any]] = []

@@ -3,17 +3,18 @@
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from starlette.responses import Response
 
 from jspec.api.outputs import RequestOutput
 from jspec.api.sampling_params import SamplingParams
-from jspec.server import prompts, sampling, scores, usage
+from jspec.server import prompts, sampling, scores
 from jspec.server.errors import RequestError
 from jspec.server.fields import CompletionFields
-from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
+from jspec.server.serving import Server
+from jspec.server.streams import ChoicesForm, Event, Events, Piece, whole
 
 
 async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | Response:
@@ -41,7 +42,7 @@ async def answer(server: Server, fields: CompletionFields) -> dict[str, Any] | R
     batch = await server.submit(given, params, fields, id)
     form = _Form(server, fields, id, params[0].n, is_prompt_alone)
     if fields.stream:
-        return Events(batch, form.events(batch))
+        return Events(batch, form)
     outputs = await batch.last()
     choices = await server.in_thread(
         lambda: [
@@ -68,41 +69,25 @@ def _params(
     return [params] * len(given)
 
 
-class _Form:
+class _Form(ChoicesForm):
     """The form of the answer to one request."""
 
     def __init__(
         self, server: Server, fields: CompletionFields, id: str, n: int, is_prompt_alone: bool
     ):
-        self._server, self._fields, self._n = server, fields, n
-        self._is_prompt_alone = is_prompt_alone
+        super().__init__(server, fields)
+        self._n, self._is_prompt_alone = n, is_prompt_alone
         as_ids = bool(fields.return_tokens_as_token_ids)
         self._tokenizer = server.llm.get_tokenizer()
         self._names = scores.TokenNames(self._tokenizer, as_ids)
         self._offsets: dict[int, int] = {}  # characters of each choice so far
         created = int(time.time())
         self.head = dict(id=id, object="text_completion", created=created, model=server.model_name)
+        self.event_head = self.head
 
-    async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream."""
-        options, is_forced = self._fields.stream_options, self._server.settings.forces_usage
-        is_counted, is_always_counted = usage.in_events(options, is_forced=is_forced)
-        cursors: dict[int, Cursor] = {}
-        last: dict[int, RequestOutput] = {}
-        async for index, output in batch.outputs():
-            last[index] = output
-            for text in output.outputs:
-                number = index * self._n + text.index
-                piece = cursors.setdefault(number, Cursor()).advance(text)
-                if piece.is_empty:
-                    continue
-                event = {**self.head, "choices": [self.choice(index, output, piece)]}
-                if is_counted:
-                    alone = dataclasses.replace(output, outputs=[text])
-                    event["usage"] = self.usage([alone]) if is_always_counted else None
-                yield event
-        if is_counted:
-            yield {**self.head, "choices": [], "usage": self.usage(last.values())}
+    def grow(self, index: int, output: RequestOutput, piece: Piece) -> Iterator[Event]:
+        """Yield the event of a piece."""
+        yield self._event(self.choice(index, output, piece), output, [piece.output])
 
     def choice(self, index: int, output: RequestOutput, piece: Piece) -> dict[str, Any]:
         """Return a piece of a text, of the prompt with an index."""
@@ -133,10 +118,9 @@ class _Form:
             choice["speculative_decoding_stats"] = piece.output.speculative_decoding_stats
         return choice
 
-    def usage(self, outputs: Any) -> dict[str, Any]:
-        """Return ``usage`` for outputs so far."""
-        has_stats = bool(self._fields.speculative_decoding_stats)
-        counted = usage.of(outputs, has_stats=has_stats)
+    def usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        """Return ``usage`` for outputs so far; the token that scores a prompt does not count."""
+        counted = super().usage(outputs)
         if self._is_prompt_alone:
             counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
         return counted

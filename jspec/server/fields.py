@@ -1,5 +1,6 @@
 """The fields of requests. Those of vLLM beside OpenAI's have vLLM's names and meanings."""
 
+import difflib
 import functools
 import logging
 import typing
@@ -13,9 +14,11 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
 )
 
+from jspec.api.sampling_fields import FIELDS
 from jspec.server.errors import RequestError
 from jspec.util import neutral
 from jspec.util.messages import printable
@@ -28,6 +31,11 @@ _MOST_WARNED = 100
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention"}
 
+# Parameters that requests have in another form, or not at all; all others are fields of their own.
+_APART = ("max_tokens", "logprobs", "detokenize", "logits_processors", "structured_outputs")
+SAMPLING = [name for name in FIELDS if name not in _APART]
+_NEAR = 0.885  # least similarity of two long names: about one wrong letter in nine
+_LONG, _LONGEST = 8, 64  # names that are compared letter by letter
 _LAX = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
 _MOST_LISTS = 2048  # in a list; longer ones are refused
 
@@ -50,10 +58,19 @@ _Ids = Annotated[list[int], _First()]
 _Prompts = Annotated[list[_Ids], _First()]
 _Objects = Annotated[list[dict[str, Any]], _First()]
 _Numbers = Annotated[dict[str, Any], AfterValidator(_numbers)]
+# Types of fields by those of parameters, where they differ.
+_JSON = {
+    tuple[str, ...]: _Texts,
+    tuple[int, ...]: _Ids,
+    tuple[int, ...] | None: _Ids,
+    tuple[tuple[int, float], ...]: _Numbers,
+}
 
 
 class _Fields(BaseModel):
     model_config: ClassVar = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    _unsupported: ClassVar[neutral.Table] = neutral.REQUESTS
+    _parameters: ClassVar[tuple[str, ...]] = ()  # fields whose names must not be misspelled
 
     @field_validator("*", mode="before")
     @classmethod
@@ -65,16 +82,21 @@ class _Fields(BaseModel):
         return value if kind is None else taken(kind, value)
 
     def check(self) -> None:
-        """Warn of unknown fields once, and refuse those that are known and not supported.
+        """Warn of unknown fields once, and refuse those that would change the text.
 
         Raises:
           RequestError: such a field has an effect.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in neutral.REQUESTS:
-                if words := neutral.refusal(name, value, neutral.REQUESTS):
+            if name in self._unsupported:
+                if words := neutral.refusal(name, value, self._unsupported):
                     raise RequestError(words, param=name)
-            elif name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
+                continue
+            is_looked_at = value is not None and len(name) <= _LONGEST
+            if is_looked_at and (meant := _meant(type(self), name)):
+                message = f"there is no field {name!r}; did you mean {meant!r}?"
+                raise RequestError(message, param=name)
+            if name not in (_WITHOUT_EFFECT | _warned) and len(_warned) < _MOST_WARNED:
                 _warned.add(name)
                 _log.warning("field %s is unknown, and has no effect", printable(name, 60))
 
@@ -120,30 +142,43 @@ class StreamOptions(_Fields):
     continuous_usage_stats: bool | None = False
 
 
-class GenerationFields(_Fields):
+class _Generation(_Fields):
+    """The base of requests for texts: no parameter of sampling is ignored."""
+
+    _unsupported: ClassVar[neutral.Table] = neutral.REQUESTS | neutral.GENERATION
+    _parameters: ClassVar = ("max_completion_tokens", "max_output_tokens", *FIELDS)
+
+
+@functools.lru_cache(256)
+def _meant(model: type[_Fields], name: str) -> str | None:
+    """Return the parameter of sampling whose name a client may have misspelled; None for none.
+
+    Case, ``_`` and ``-`` do not count. Names of less than eight letters must be the same then, as
+    "speed" is not "seed".
+    """
+    spelled = {_letters(each): each for each in model._parameters if each in model.model_fields}
+    given = _letters(name)
+    close = difflib.get_close_matches(given, spelled, n=1, cutoff=_NEAR)
+    is_near = close == [given] or (close and len(close[0]) >= _LONG)
+    return spelled[close[0]] if is_near else None
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _sampling(*left_out: str) -> type[_Generation]:
+    """Return the model of the parameters of ``SamplingFields`` that are fields of requests."""
+    kinds = {name: _JSON.get(FIELDS[name].type, FIELDS[name].type) for name in SAMPLING}
+    kinds["stop"] = str | _Texts
+    fields = {name: (kinds[name] | None, None) for name in SAMPLING if name not in left_out}
+    return create_model("SamplingFields", __base__=_Generation, **fields)
+
+
+class GenerationFields(_sampling()):
     """The fields that all ways to generate have; ``SamplingParams`` describes most of them."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    seed: int | None = None
-    stop: str | _Texts | None = None
-    stop_token_ids: _Ids | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: _Numbers | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: _Ids | None = None
-    bad_words: _Texts | None = None
-    prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     stream: bool | None = False
@@ -202,15 +237,13 @@ class ChatFields(GenerationFields):
     include_reasoning: bool | None = True
 
 
-class ResponseFields(_Fields):
+class ResponseFields(_sampling("n", "best_of", "prompt_logprobs")):
     """The body of /v1/responses, of which text is supported."""
 
     input: str | _Objects
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = False
     text: dict[str, Any] | None = None
     tools: _Objects | None = None

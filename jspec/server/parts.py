@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.server.readers import ReasoningReader
 from jspec.server.readers.calls import Call, Delta, joined
-from jspec.server.serving import Piece
+from jspec.server.streams import Piece
 from jspec.server.tool_calls import Use
 
 

@@ -3,7 +3,7 @@
 import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -11,12 +11,15 @@ from starlette.responses import Response
 from jspec.api.outputs import RequestOutput
 from jspec.server import chat
 from jspec.server.errors import RequestError
-from jspec.server.fields import ChatFields, ResponseFields
+from jspec.server.fields import SAMPLING, ChatFields, ResponseFields
 from jspec.server.readers.calls import Delta
-from jspec.server.serving import Batch, Cursor, Events, Piece, Server, whole
+from jspec.server.serving import Server
+from jspec.server.streams import Event, Events, Form, Piece, whole
 from jspec.util.messages import shown
 
-_SAME_NAMES = ("model", "temperature", "top_p", "stream")
+_SAME_NAMES = [
+    name for name in ("model", "stream", *SAMPLING) if name in ResponseFields.model_fields
+]
 # Of each kind of item: its type, the prefix of its id, and the fields of its text.
 _KINDS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "reasoning": (
@@ -51,7 +54,7 @@ async def answer(server: Server, fields: ResponseFields) -> dict[str, Any] | Res
     batch, form = await chat.begun(server, _as_chat(fields))
     response = _Response(fields, form, server.model_name)
     if fields.stream:
-        return Events(batch, response.events(batch), is_named=True)
+        return Events(batch, response)
     (output,) = await batch.last()
     return await server.in_thread(lambda: response.whole(output))
 
@@ -103,13 +106,16 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
-class _Response:
+class _Response(Form):
     """The form of one response: items of reasoning, of a message, and of calls, one at a time."""
+
+    is_named = True
 
     def __init__(self, fields: ResponseFields, form: chat.Form, model: str):
         self._form = form
         self._items: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the last item, while it grows
+        self._num_events = 0
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -134,26 +140,27 @@ class _Response:
             pass  # the items grow
         return self._ended(output)
 
-    async def events(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream, numbered."""
-        number = 0
-        async for event in self._unnumbered(batch):
-            yield {**event, "sequence_number": number}
-            number += 1
-
-    async def _unnumbered(self, batch: Batch) -> AsyncIterator[dict[str, Any]]:
+    def begin(self) -> Iterator[Event]:
+        """Yield the empty response."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-        cursor, output = Cursor(), None
-        async for _, output in batch.outputs():
-            for event in self._grown(cursor.advance(output.outputs[0])):
-                yield event
-        ended = self._ended(output)
-        yield {"type": f"response.{ended['status']}", "response": ended}
+        for kind in ("created", "in_progress"):
+            yield self._numbered({"type": f"response.{kind}", "response": begun})
+
+    def grow(self, index: int, output: RequestOutput, piece: Piece) -> Iterator[Event]:
+        """Yield the events of a piece."""
+        yield from map(self._numbered, self._grown(piece))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[Event]:
+        """Yield the whole response."""
+        ended = self._ended(outputs[0])
+        yield self._numbered({"type": f"response.{ended['status']}", "response": ended})
+
+    def _numbered(self, event: Event) -> Event:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events - 1}
 
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
-        counted = self._form.usage(output)
+        counted = self._form.usage([output])
         details = counted.get("completion_tokens_details", {"reasoning_tokens": 0})
         is_cut = output.outputs[0].finish_reason == "length"
         return {
@@ -172,8 +179,6 @@ class _Response:
 
     def _grown(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Add a piece of the text to the items; yield the events of it."""
-        if piece.is_empty:
-            return
         parts = self._form.read(piece)
         if parts.reasoning:
             yield from self._text("reasoning", parts.reasoning)

@@ -4,17 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.api.sampling_params import SamplingParams
+from jspec.engine.sequences import PARAMETERS
 from jspec.server.errors import RequestError, refusals
-from jspec.server.fields import GenerationFields
+from jspec.server.fields import SAMPLING, GenerationFields
 from jspec.util.messages import shown
 
-_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "min_tokens")
-_SAME_NAMES += ("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words")
-_SAME_NAMES += ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-_SAME_NAMES += ("allowed_token_ids", "skip_special_tokens", "prompt_logprobs")
-# Settings of generation_config.json that are defaults of requests.
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DEFAULTS += ("presence_penalty", "frequency_penalty")
+DEFAULTS = tuple(PARAMETERS)  # settings of generation_config.json that are defaults of requests
 
 
 def params_of(
@@ -40,7 +35,7 @@ def params_of(
     Raises:
       RequestError: a value is out of range, or there are two grammars.
     """
-    given = {name: getattr(fields, name) for name in _SAME_NAMES}
+    given = {name: getattr(fields, name) for name in SAMPLING}
     given = {name: value for name, value in given.items() if value is not None}
     form = _of_format(fields.response_format)
     if structured_outputs:

@@ -3,18 +3,14 @@
 import asyncio
 import contextvars
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starlette.responses import StreamingResponse
-
 from jspec.api.async_llm import AsyncLLM, RunningRequest
-from jspec.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jspec.api.outputs import RequestOutput
 from jspec.api.sampling_params import SamplingParams
-from jspec.server import errors
 from jspec.server.errors import RequestError, refusals
 from jspec.server.fields import GenerationFields
 from jspec.server.metrics import Observer
@@ -197,96 +193,3 @@ class Batch:
         """Return the last output of each prompt."""
         last = {index: output async for index, output in self.outputs()}
         return [last[index] for index in range(len(self.running))]
-
-
-@dataclasses.dataclass
-class Piece:
-    """The part of a text that is new since the piece before.
-
-    ``is_first`` is True for the first piece that is not empty. The last piece alone has a
-    ``finish_reason`` and a ``stop_reason``.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    is_first: bool
-    output: CompletionOutput
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is new."""
-        return not (self.text or self.token_ids or self.finish_reason)
-
-
-class Cursor:
-    """Cuts the growing outputs of one text into pieces.
-
-    A text that ended stays among the outputs while other texts of its request run; its pieces are
-    empty then.
-    """
-
-    def __init__(self) -> None:
-        self._num_characters = self._num_tokens = 0
-        self._is_first, self._is_ended = True, False
-
-    def advance(self, output: CompletionOutput) -> Piece:
-        """Return what is new."""
-        tokens = slice(self._num_tokens, None)
-        is_open = not self._is_ended
-        piece = Piece(
-            text=output.text[self._num_characters :],
-            token_ids=list(output.token_ids[tokens]),
-            logprobs=None if output.logprobs is None else output.logprobs[tokens],
-            is_first=self._is_first,
-            output=output,
-            finish_reason=output.finish_reason if is_open else None,
-            stop_reason=output.stop_reason if is_open else None,
-        )
-        self._num_characters = max(self._num_characters, len(output.text))
-        self._num_tokens = max(self._num_tokens, len(output.token_ids))
-        self._is_first &= piece.is_empty  # an empty piece is not sent
-        self._is_ended |= output.finish_reason is not None
-        return piece
-
-
-def whole(output: CompletionOutput) -> Piece:
-    """Return a text as one piece."""
-    return Cursor().advance(output)
-
-
-class Events(StreamingResponse):
-    """Server-sent events of a batch; an error after the first one is an event too.
-
-    With ``is_named`` their types are names too, as /v1/responses has it, and no "[DONE]" ends them.
-    """
-
-    def __init__(self, batch: Batch, events: AsyncIterator[Any], is_named: bool = False):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        lines = _lines(events, is_named)
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._batch = batch
-
-    async def __call__(self, *request: Any) -> None:
-        """Send the events; the batch ends with them, and with the connection."""
-        try:
-            await super().__call__(*request)
-        finally:
-            self._batch.close()
-
-
-async def _lines(events: AsyncIterator[Any], is_named: bool) -> AsyncIterator[str]:
-    try:
-        async for event in events:
-            yield (f"event: {event['type']}\n" if is_named else "") + line(event)
-    except Exception as error:
-        yield line(errors.of(error).body)
-    if not is_named:
-        yield "data: [DONE]\n\n"
-
-
-def line(event: Any) -> str:
-    """Return an event as text."""
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -9,22 +9,22 @@ from jspec.util.messages import shown
 
 def argument(
     default: Any,
-    about: str = "",
+    help: str | None = None,
     /,
     *,
+    about: str = "",
     check: tuple[Callable[[Any], bool], str] | None = None,
-    help: str | None = None,
     **flag: Any,
 ) -> Any:
     """Return a field of a dataclass of arguments.
 
     Args:
       default: the value without the argument.
-      about: a text for the documentation.
+      help: of its flag on command lines; None for no flag.
+      about: for the documentation.
       check: a test of values, and the words for those that pass it.
-      help: the text of a flag on command lines; None for no flag.
       flag: what the flag has of its own: ``kind`` (its type), ``names``, ``default``, and settings
-        of typer.
+        of typer. By default a bool that is False has no ``--no-`` form.
     """
     metadata = dict(about=about, check=check, help=help, flag=flag)
     return dataclasses.field(default=default, metadata=metadata)

@@ -130,6 +130,34 @@ REQUESTS: Table = {
     "add_special_tokens": (_EMPTY, "the chat template writes them"),
 }
 
+# More of them, of requests that generate: parameters of other engines, and of other endpoints.
+_ZERO, _ONE = (None, 0, False), (None, 1)
+_NO_FILTER = "the filters are top_k, top_p and min_p"
+GENERATION: Table = {
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff"), (_ZERO, _NO_FILTER)),
+    **dict.fromkeys(("typical", "typical_p", "tfs", "tfs_z"), (_ONE, _NO_FILTER)),
+    **dict.fromkeys(("nsigma", "top_n_sigma"), ((None, 0, -1), _NO_FILTER)),
+    **dict.fromkeys(("mirostat", "mirostat_mode"), (_ZERO, _NO_FILTER)),
+    "xtc_probability": (_ZERO, _NO_FILTER),
+    "dynatemp_range": (_ZERO, "set temperature"),
+    "smoothing_factor": (_ZERO, "set temperature"),
+    "dry_multiplier": (_ZERO, "set repetition_penalty"),
+    "no_repeat_ngram_size": (_ZERO, "set repetition_penalty"),
+    "penalty_alpha": (_ZERO, "set presence_penalty"),
+    "repeat_penalty": (_ONE, "set repetition_penalty"),
+    "num_beams": (_ONE, "draw with best_of instead"),
+    "max_new_tokens": (_NONE, "set max_tokens"),
+    "min_new_tokens": (_ZERO, "set min_tokens"),
+    "n_predict": ((None, -1), "set max_tokens"),
+    "stop_sequences": ((None, []), "set stop"),
+    "random_seed": (_NONE, "set seed"),
+    "sampling_seed": (_NONE, "set seed"),
+    "max_output_tokens": (_NONE, "set max_tokens"),
+    "max_tokens": (_NONE, "set max_output_tokens"),
+    **dict.fromkeys(("n", "best_of"), (_ONE, "a response has one text")),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), ((None, False), "a response has no scores")),
+}
+
 
 def is_neutral(value: Any, values: Iterable[Any]) -> bool:
     """Return whether a value is one of those without an effect; a bool is no number.

@@ -2,13 +2,17 @@
 
 import dataclasses
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jspec.api.sampling_fields import FIELDS
 from jspec.api.sampling_params import SamplingParams
 from jspec.engine.sequences import PARAMETERS
 from jspec.util import neutral
+
+PAGE = Path(__file__).parents[2] / "docs/sampling_params.md"
 
 
 @dataclasses.dataclass
@@ -29,6 +33,18 @@ def test_defaults_are_those_of_vllm():
 def test_every_registered_parameter_is_a_field_whose_default_changes_nothing():
     params = SamplingParams(temperature=0)
     assert params.parameters == {name: entry.neutral for name, entry in PARAMETERS.items()}
+
+
+def rows():
+    """Return the table of docs/sampling_params.md."""
+    return [
+        f"| `{name}` | `{field.default}` | {field.metadata['about']} |"
+        for name, field in FIELDS.items()
+    ]
+
+
+def test_the_page_has_the_table_of_parameters():
+    assert "\n".join(rows()) in PAGE.read_text(encoding="utf-8")
 
 
 def test_one_stop_string_is_a_list_of_one_and_ids_are_listed_once():

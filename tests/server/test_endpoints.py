@@ -91,6 +91,9 @@ def error_of(response, status):
         ({"stream_options": {}}, "stream_options", "set stream"),
         ({"suffix": "x"}, "suffix", "suffix='x' is not supported"),
         ({"use_beam_search": True}, "use_beam_search", "best_of"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"min_tokenz": 1}, "min_tokenz", "did you mean 'min_tokens'?"),
+        ({"top_a": 0.1}, "top_a", "top_a=0.1 is not supported: the filters are top_k, top_p and"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or from 1"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not streamed"),
         ({"cache_salt": ""}, "prompt", "cache_salt"),
@@ -226,10 +229,15 @@ def test_token_ids_may_be_written_as_whole_floats(llm, http):
     assert text == COMPLETION["prompt"]
 
 
-def test_an_unknown_field_has_no_effect(http):
-    plain = http.post("/v1/completions", json=COMPLETION).json()["choices"]
-    more = http.post("/v1/completions", json=COMPLETION | {"of_next_year": [1]}).json()["choices"]
-    assert more == plain
+def test_a_response_has_the_parameters_of_sampling(http):
+    body = {"model": NAME, "input": "x", "max_output_tokens": 8, "seed": 3, "top_k": 2}
+    chat = CHAT | {"seed": 3, "top_k": 2}
+    answer = http.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"]
+    choice = http.post("/v1/chat/completions", json=chat).json()["choices"][0]
+    assert answer == choice["message"]["content"]
+    for name, remedy in (("n", "one text"), ("max_tokens", "set max_output_tokens")):
+        message, param = error_of(http.post("/v1/responses", json=body | {name: 2}), 400)
+        assert remedy in message and param == name
 
 
 def test_a_request_has_the_id_that_it_brought(http):
