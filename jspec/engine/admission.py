@@ -32,7 +32,9 @@ class Admission:
             prefill = scheduler.next_prefill(runner.buffer_size)
             if prefill is None:
                 break
-            scores = runner.prefill(prefill, scheduler.table(self._capacity))
+            table = scheduler.table(self._capacity)
+            runner.compile_launch(scheduler.slots, table)
+            scores = runner.prefill(prefill, table)
             scheduler.advance(prefill)
             self.num_prefilled += int(prefill.arrays.valid.sum())
             if scores is not None:

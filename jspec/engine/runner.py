@@ -13,6 +13,7 @@ from jspec.core.types import Params, Shared
 from jspec.engine import faults, slots
 from jspec.engine.batch_request import BatchRequest, Members
 from jspec.engine.chunks import Chunk
+from jspec.engine.compile_ahead import CompileAhead
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
@@ -67,6 +68,7 @@ class Runner:
         self._speculations: dict[int, SpeculationController] = {}  # by the number of rows
         self._is_alone = True  # whether launches alone ran since the last one
         self._last_end: float | None = None  # of a launch, if it was seen to end
+        self._ahead = CompileAhead()  # of launches, by profile and number of rows
 
     @property
     def is_lost(self) -> bool:
@@ -129,6 +131,30 @@ class Runner:
         if speculation is not None:
             speculation.forget(sequence.slot)
 
+    def compile_launch(self, seated: Members, table: np.ndarray | None) -> None:
+        """Compile the first launch of these rows in a thread, while their prompts are prefilled."""
+        profiles, sequences = self.request.profiles, [each for each in seated if each is not None]
+        if profiles.are_compiled_ahead or any(each.follower for each in sequences):
+            return
+        profile = self._profile(seated, follows=False)
+
+        def lower() -> jax.stages.Lowered:
+            chosen, pools = self.choose(seated), () if self.pool is None else self.pool.buffers
+            return launch.lower(
+                chosen.plan,
+                profile,
+                self.params,
+                self.request.arrays,
+                self.shared,
+                self._state if self.pool is None else self._state.replace(pools=pools),
+                np.int32(0),
+                np.zeros(len(seated), bool),
+                table,
+                chosen.budget,
+            )
+
+        self._ahead.begin((profile, len(seated)), lower)
+
     def prefill(self, chunk: Prefill, table: np.ndarray | None) -> Logprobs | None:
         """Prefill chunks of prompts; return their scores, if asked for."""
         # Leave the states of grammars out: they would compile another program.
@@ -159,6 +185,7 @@ class Runner:
     ) -> Dispatched:
         """Dispatch a launch of up to ``rounds`` rounds; it ends as soon as a watched row does."""
         profile = self._profile(seated, follows=False)
+        self._ahead.wait()
         self.shared, state, ran = launch(
             chosen.plan,
             profile,

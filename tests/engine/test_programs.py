@@ -55,6 +55,19 @@ def sequences(lengths=(1, 20, 60, 90), **settings):
     return [host.SequenceParams(each, max_tokens=9, **settings) for each in tiny.prompts(lengths)]
 
 
+def test_a_first_launch_is_compiled_once_in_a_thread_beside_the_prefill(caplog):
+    plan = Plan(tiny.TARGET, tiny.NGRAM, packed=True)
+    pool = Pool(plan, tiny.params(), num_pages=43, page_size=16)  # no other test has its programs
+    engine = Engine(plan, tiny.params(), pool=pool, num_slots=3, capacity=100)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        engine.run(sequences())
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    ends = [each for each in caplog.records if "XLA compilation of jit(launch)" in each.message]
+    assert [each.threadName for each in ends] == ["jspec-compiler"]
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("has_pages", [False, True])
 def test_what_is_compiled_ahead_serves_prompts_of_all_lengths(name, has_pages, compiled):
