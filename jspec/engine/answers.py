@@ -27,6 +27,9 @@ class Answer:
     nodes: tuple[np.ndarray, np.ndarray] | None = None  # (tokens, parents) of each round, [r, N]
     logprobs: Logprobs | None = None  # of ``tokens``
     prompt_logprobs: Logprobs | None = None  # of the prompt's tokens except the first
+    # Hidden states [n, D] of each of the profile's ``capture_layers``, from which the model
+    # predicted ``tokens``; None unless they were asked for.
+    features: tuple[np.ndarray, ...] | None = None
     num_cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
     @property
@@ -96,7 +99,16 @@ def extended(
         stop_token=int(tokens[-1]) if stopped else None,
         nodes=_joined(*_of_one_width(answer.nodes, nodes)),
         logprobs=_joined(answer.logprobs, scores),
+        features=_joined(answer.features, _accepted(launch, row)),
     )
+
+
+def _accepted(launch: Launch, row: int) -> tuple[np.ndarray, ...] | None:
+    """Return the features [n, D] of a row's emitted tokens; None if the launch has none."""
+    if not launch.features:
+        return None
+    is_valid = np.arange(launch.features[0].shape[2]) <= launch.accepted[:, row, None]  # [R, K+1]
+    return tuple(each[:, row][is_valid] for each in launch.features)
 
 
 def cut(answer: Answer, num_tokens: int) -> Answer:
@@ -115,6 +127,7 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
         steps=(accepted, drafted[:rounds]),
         nodes=jax.tree.map(lambda part: part[:rounds], answer.nodes),
         logprobs=jax.tree.map(lambda part: part[:num_tokens], answer.logprobs),
+        features=jax.tree.map(lambda part: part[:num_tokens], answer.features),
     )
 
 

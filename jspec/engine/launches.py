@@ -1,11 +1,15 @@
 """The results that a launch of the loop brings to the host."""
 
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core import logprobs
+from jspec.core import logprobs, shape_checks, trees
 from jspec.core.logprobs import Logprobs, Scoring
-from jspec.core.types import Array, Draft, History, Sampling, Tree, Verdict
+from jspec.core.types import Array, Draft, History, Params, Sampling, Tree, Verdict
+from jspec.engine.plan import Plan
 
 
 @struct.dataclass
@@ -36,6 +40,10 @@ class Launch:
     length: Array | None = None  # [B] int32, of the history
     done: Array | None = None  # [B] bool
     num_cached: Array | None = None  # [B] int32, tokens that all caches hold
+    # [R, B, K+1, D], hidden states of each of ``capture_layers`` at the root and the accepted
+    # nodes: the first accepted + 1 of a round are valid. Each predicted the token after it.
+    features: tuple[Array, ...] = ()
+    capture_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     def scored_as(self, scoring: Scoring | None) -> "Launch":
         """Return the launch with the scores that a sequence asked for, which may be fewer."""
@@ -51,6 +59,7 @@ def empty(
     max_depth: int,
     num_nodes: int | None = None,
     scoring: Scoring | None = None,
+    captured: Mapping[int, jax.ShapeDtypeStruct] | None = None,
 ) -> Launch:
     """Return a launch before its first round.
 
@@ -60,6 +69,7 @@ def empty(
       max_depth: K.
       num_nodes: N, to record the drafted trees; None for no record.
       scoring: how tokens are scored; None for no scores.
+      captured: shapes [..., D] of the hidden states to bring, by layer; None for none.
     """
     batch = history.length.shape[0]
     unset = lambda *shape: jnp.full((rounds, batch, *shape), -1, jnp.int32)
@@ -68,7 +78,39 @@ def empty(
     scores = None if scoring is None else scoring.empty(batch, size)
     passed = jnp.zeros(rounds, jnp.int32)
     counts = unset(), unset(), unset(), passed
-    return Launch(history.length, jnp.int32(0), *counts, nodes, scores)
+    captured = captured or {}
+    return Launch(
+        history.length,
+        jnp.int32(0),
+        *counts,
+        nodes,
+        scores,
+        features=tuple(
+            jnp.zeros((rounds, batch, max_depth + 1, like.shape[-1]), like.dtype)
+            for like in captured.values()
+        ),
+        capture_layers=tuple(captured),
+    )
+
+
+def shapes_of_captured(
+    plan: Plan, params: Params, layers: tuple[int, ...]
+) -> dict[int, jax.ShapeDtypeStruct]:
+    """Return the shapes [1, 1, D] of the hidden states of ``layers``, for one node.
+
+    Raises:
+      ValueError: the target has no such layer.
+    """
+    if not layers:
+        return {}
+
+    def run(params: Params) -> tuple[Array, ...]:
+        tokens, cache = jnp.zeros((1, 1), jnp.int32), plan.target.init_cache(1, 1)
+        tree = trees.chain_tree(1, 1)
+        out = plan.target.forward(params.target, tokens, tree, cache, layers)
+        return shape_checks.check_forward(plan.target, out, (1, 1), cache, layers).features
+
+    return dict(zip(layers, jax.eval_shape(run, params), strict=True))
 
 
 def score(
@@ -94,11 +136,18 @@ def score(
 
 
 def record(
-    launch: Launch, proposed: Draft, draft: Draft, tree: Tree, verdict: Verdict, passed: Array
+    launch: Launch,
+    proposed: Draft,
+    draft: Draft,
+    tree: Tree,
+    verdict: Verdict,
+    passed: Array,
+    captured: tuple[Array, ...],
 ) -> Launch:
     """Add a round; ``verdict`` is clipped at the ends of texts.
 
-    ``proposed`` is the draft before the verification budget, and ``draft`` after it.
+    ``proposed`` is the draft before the verification budget, and ``draft`` after it. ``captured``
+    are the hidden states [B, N, D] of the launch's ``capture_layers``.
     """
     ran = verdict.num_emitted > 0
     count = lambda part: jnp.where(ran, part.valid[:, 1:].sum(1, dtype=jnp.int32), 0)
@@ -115,6 +164,10 @@ def record(
         drafted=put(launch.drafted, count(draft)),
         passed=put(launch.passed, passed),
         nodes=nodes,
+        features=tuple(
+            put(buffer, jnp.take_along_axis(hidden, verdict.path[..., None], 1))
+            for buffer, hidden in zip(launch.features, captured, strict=True)
+        ),
     )
 
 

@@ -76,14 +76,14 @@ def launch(
     weights = jnp.where(watched, 1 + len(watched), 1)
     goes_on = lambda state: (state.done * weights).sum() < len(watched)
     is_running = lambda carry: goes_on(carry[1]) & (carry[1].round < until)
-    empty = empty_launch(plan, profile, state)
+    empty = empty_launch(plan, profile, params, state)
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
     state = state if table is None else state.detached()
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     return shared, state, ran
 
 
-def empty_launch(plan: Plan, profile: "Profile", state: DecodeState) -> Launch:
+def empty_launch(plan: Plan, profile: "Profile", params: Params, state: DecodeState) -> Launch:
     """Return the results of a launch before its first round."""
     return launches.empty(
         state.history,
@@ -91,6 +91,7 @@ def empty_launch(plan: Plan, profile: "Profile", state: DecodeState) -> Launch:
         max_depth=plan.max_depth,
         num_nodes=plan.tree_size if profile.nodes else None,
         scoring=profile.scoring,
+        captured=launches.shapes_of_captured(plan, params, profile.capture_layers),
     )
 
 

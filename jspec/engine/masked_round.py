@@ -93,7 +93,7 @@ def verify_alone(
     state, draft = state.attached(table), halfway.whole
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(used))
     masks = NodeMasks.of_draft(bits, used, Branches.of_draft(state.history, draft, tree))
-    empty = empty_launch(plan, profile, state)
+    empty = empty_launch(plan, profile, params, state)
     settings = logits_processors.masked(request.sampling.processors, masks)
     request = request.replace(sampling=request.sampling.replace(processors=settings))
     shared, state, ran = second_half(

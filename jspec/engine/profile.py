@@ -17,7 +17,7 @@ from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
 from jspec.util.buckets import bucket
 from jspec.util.messages import shown
-from jspec.util.values import is_whole
+from jspec.util.values import are_whole, is_whole, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,19 @@ class Profile:
     forms: tuple[tuple[str, Hashable], ...] = ()  # logits processors in use, and widths of lists
     num_stop_tokens: int = 1  # E
     follows: bool = False  # whether the host follows the grammar of a row
+    # Layers of the target, as of ``hidden_states``, whose output at accepted nodes to bring.
+    capture_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not is_whole(self.rounds, 1):
             raise ValueError(f"rounds={shown(self.rounds)} must be a whole number of at least 1.")
+        object.__setattr__(self, "capture_layers", listed("capture_layers", self.capture_layers))
+        layers = self.capture_layers
+        if not are_whole(layers, 0) or len(set(layers)) < len(layers):
+            raise ValueError(
+                f"capture_layers={shown(layers)} must be distinct whole numbers of at least 0: "
+                "indices of the target's hidden states."
+            )
 
     def grown(self, sequences: Iterable[SequenceParams]) -> "Profile":
         """Return the least profile that serves the sequences too."""
@@ -112,6 +121,7 @@ class Profile:
         forms, scoring = dict(self.forms), self.scored(other.scoring).scoring
         return (
             (self.rounds, self.nodes, self.follows) == (other.rounds, other.nodes, other.follows)
+            and self.capture_layers == other.capture_layers
             and self.scoring == scoring
             and set(self.filters) >= set(other.filters)
             and self.num_stop_tokens >= other.num_stop_tokens

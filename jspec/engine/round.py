@@ -148,7 +148,10 @@ def second_half(
         draft = budget.cut(plan.passes(state.done.shape[0]), draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
-    out, verdict, passed = _verify(plan, params, request, state, draft, tree)
+    more = () if ran is None else ran.capture_layers
+    out, verdict, passed = _verify(plan, params, request, state, draft, tree, more)
+    count = len(plan.drafter.capture_layers)
+    out, captured = out.replace(features=out.features[:count]), out.features[count:]
     verdict = verdict.replace(num_emitted=jnp.where(state.done, 0, verdict.num_emitted))
     if ran is not None:
         judged = draft, tree, verdict, out.logits
@@ -169,7 +172,8 @@ def second_half(
         )
         memory, shared, missed = _update(plan, finished, state.missed)
         cache = kv_cache.commit(state.cache, out.tree_kv, verdict)
-    ran = None if ran is None else launches.record(ran, proposed, draft, tree, verdict, passed)
+    if ran is not None:
+        ran = launches.record(ran, proposed, draft, tree, verdict, passed, captured)
     state = state.replace(
         history=history,
         cache=cache,
@@ -195,10 +199,17 @@ def _update(
 
 
 def _verify(
-    plan: Plan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
+    plan: Plan,
+    params: Params,
+    request: Request,
+    state: DecodeState,
+    draft: Draft,
+    tree: Tree,
+    more: tuple[int, ...],
 ) -> tuple[TargetOutput, Verdict, Array]:
     """Run target and rule in the smallest pass that holds every valid node of unfinished rows.
 
+    ``more`` are layers whose hidden states follow those that the drafter reads.
     Return the number of nodes that its matmuls ran over too, int32 []. Branches may read the cache
     for free. None may return it, which would copy it.
     """
@@ -208,7 +219,9 @@ def _verify(
     def in_pass(sizes: Sequence[Pass]) -> Callable:
         def run() -> tuple[TargetOutput, Verdict]:
             with jax.named_scope("target"):
-                nodes, part, out = run_pass(plan, sizes, params, state.cache, draft, tree, listed)
+                nodes, part, out = run_pass(
+                    plan, sizes, params, state.cache, draft, tree, listed, more
+                )
             with jax.named_scope("accept"):
                 verdict = plan.verify(request, nodes, part, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
@@ -242,6 +255,7 @@ def run_pass(
     draft: Draft,
     tree: Tree,
     listed: Array,
+    more: tuple[int, ...] = (),
 ) -> tuple[Draft, Tree, TargetOutput]:
     """Run the target on the first nodes of a draft; return draft and tree cut so.
 
@@ -252,7 +266,7 @@ def run_pass(
     nodes, part = _first_nodes(draft, count), trees.first_nodes(tree, count)
     is_list = totals[0] < len(listed) * count
     packing = packing_of(listed[:, :count], totals, plan.drafts_always) if is_list else None
-    return nodes, part, forward(plan, params, nodes.tokens, part, cache, packing)
+    return nodes, part, forward(plan, params, nodes.tokens, part, cache, packing, more)
 
 
 def forward(
@@ -262,9 +276,10 @@ def forward(
     tree: Tree,
     cache: kv_cache.KVCache,
     packing: Packing | None = None,
+    more: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Run the target on the nodes' tokens [B, N]."""
-    layers = plan.drafter.capture_layers
+    """Run the target on tokens [B, N]; capture the drafter's layers, and ``more`` after them."""
+    layers = (*plan.drafter.capture_layers, *more)
     options = {} if packing is None else {"packing": packing}
     out = plan.target.forward(params.target, tokens, tree, cache, layers, **options)
     return shape_checks.check_forward(plan.target, out, tokens.shape, cache, layers)

@@ -14,7 +14,7 @@ from jspec.engine import faults, slots
 from jspec.engine.batch_request import BatchRequest, Members
 from jspec.engine.chunks import Chunk
 from jspec.engine.compile_ahead import CompileAhead
-from jspec.engine.launches import Launch
+from jspec.engine.launches import Launch, shapes_of_captured
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pages import Pool
@@ -60,6 +60,7 @@ class Runner:
         capacity: int,
     ):
         self.plan, self.params, self.pool, self.shared = plan, params, pool, shared
+        shapes_of_captured(plan, params, profile.capture_layers)  # raises if the target lacks one
         self.request = BatchRequest(profile, plan.target.vocab_size)
         self.capacity = capacity  # of a row
         self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
