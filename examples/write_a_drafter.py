@@ -25,7 +25,7 @@ class Bigram(jspec.NoDrafter):
 
     proposal = "deterministic"  # nothing is sampled, so there are no distributions to record
     max_depth = property(lambda self: self.num_speculative_tokens)
-    tree_size = property(lambda self: self.num_speculative_tokens + 1)  # with the root
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)  # the root is a node too
 
     def propose(self, params, request, shared, memory, history):
         """Return a chain of K tokens a row under the last committed one."""

@@ -248,7 +248,7 @@ def _model(context: typer.Context, model: str | None, model_flag: str | None) ->
     """Return the model among words that hold flags of vLLM; refuse those that have an effect."""
     unknown = dict(context.meta.get("jspec.unknown", {}))
     words = list(context.args)
-    if context.get_parameter_source("model").name == "DEFAULT_MAP":  # of --config
+    if context.get_parameter_source("model").name == "DEFAULT_MAP":  # --config gives it
         model = None
     elif model is not None and model.startswith("--"):  # a flag that came before MODEL, if any
         words.insert(0, model)

@@ -60,7 +60,7 @@ class LogitsProcessors:
 class Processor:
     """A logits processor."""
 
-    name: str  # of the parameter, or of the group of parameters
+    name: str  # name of the parameter, or of the group of parameters
     used: Callable[[Any], Any]  # true if a ``SequenceParams`` uses it
     # (sequences, vocab_size, form) -> arrays of a batch; None for grammars, which live above core
     arrays: Callable[[Sequence[Any], int, Any], Any] | None
@@ -374,7 +374,7 @@ PROCESSORS: dict[str, Processor] = {
             reads_branch=True,
             join=lambda one, other: tuple(map(max, one, other)),
         ),
-        # No profile has it: the engine adds its arrays to a round whose draft is known.
+        # No profile has it: the engine adds its arrays to a round after the draft.
         Processor(
             FOLLOWED,
             lambda _: False,

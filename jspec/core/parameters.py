@@ -18,8 +18,8 @@ class Parameter:
     neutral: float  # the value that changes nothing; idle rows of a batch have it
     allows: Callable[[Any], bool]  # whether a value is in range
     words: str  # the range, for error messages
-    convert: Callable[[Any], float] = float  # of a value in range to the one in the array
-    dtype: type = np.float32  # of the array [B]
+    convert: Callable[[Any], float] = float  # maps a value in range to the one in the array
+    dtype: type = np.float32  # dtype of the array [B]
 
     def resolve(self, value: Any) -> float:
         """Return ``value`` as the array holds it; raise ValueError if it is out of range."""

@@ -15,7 +15,7 @@ from jspec.core import trees
 from jspec.core.branches import Branches
 from jspec.core.types import Array, Draft, History, Tree
 
-_WAYS = 64  # of a search: three steps suffice for 262,144 tokens, and compile fast
+_WAYS = 64  # branches of a search: three steps suffice for 262,144 tokens, and compile fast
 FREE = 0  # the state of sequences without a grammar: every token is allowed and leads back
 
 
@@ -32,7 +32,7 @@ class Automaton:
     forbids: Array  # [S] bool
     start: Array  # [B] int32, the state after each prompt
     longest: int = struct.field(pytree_node=False)  # length of the longest list
-    steps: int = struct.field(pytree_node=False)  # of a search in a state's transitions
+    steps: int = struct.field(pytree_node=False)  # steps of a search in a state's transitions
 
 
 def num_steps(longest: int) -> int:
@@ -56,7 +56,7 @@ def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array
     for power in reversed(range(automaton.steps)):
         # The first token that is not smaller is in one of _WAYS blocks; all blocks are compared.
         size = _WAYS**power
-        last = low[..., None] + size * jnp.arange(1, _WAYS) - 1  # of each block but the last
+        last = low[..., None] + size * jnp.arange(1, _WAYS) - 1  # ends of all blocks but the last
         tokens = automaton.tokens[jnp.minimum(last, automaton.tokens.size - 1)]
         smaller = (last < end[..., None]) & (tokens < token[..., None])
         low += size * smaller.sum(-1, dtype=jnp.int32)
@@ -139,7 +139,7 @@ def force(automaton: Automaton, history: History, draft: Draft) -> Draft:
         return draft, find(automaton, state, token)[0]
 
     size = draft.tokens.shape[1]
-    alone = draft.replace(parents=None)  # which may be static
+    alone = draft.replace(parents=None)  # parents may be static
     automaton, *carry = jax.tree.map(jnp.asarray, (automaton, alone, history.state))
     alone, _ = lax.fori_loop(1, size, step, tuple(carry))
     return alone.replace(parents=draft.parents)

@@ -33,7 +33,7 @@ def verify(
         branches = Branches.of_draft(history, draft, tree)
         logits = logits_processors.apply(logits, request.sampling.processors, branches)
     greedy = request.sampling.greedy
-    positions = history.length[:, None] + tree.depth  # of the token drawn after each node
+    positions = history.length[:, None] + tree.depth  # where the token after each node is drawn
     # Greedy draws need no noise, so all nodes at once are fast.
     if rule.walk is match and not greedy and draft.tokens.shape[1] > 1:
         return _followed(request, draft, tree, logits, positions)

@@ -35,7 +35,7 @@ _FAST_MEMORY = "S(1)"  # in a TPU's layout: the compiler may hold small arrays t
 class Instruction(NamedTuple):
     """A line of optimised HLO."""
 
-    entry: bool  # of the program itself, not of a loop or branch in it
+    entry: bool  # True for the program itself, False for a loop or branch in it
     inside: str  # name of its computation
     name: str
     result: str

@@ -26,7 +26,7 @@ from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.heads import eagle, medusa
 from tests.kernels import drafts
 
-BATCH, CAPACITY = 8, 1040  # of the loops
+BATCH, CAPACITY = 8, 1040  # sizes of the loops
 CHUNK = 256  # tokens of a prefill
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
 PAGES, PAGE_SIZE = BATCH * 17 + 3, 64  # no array but a pool has as many pages

@@ -7,7 +7,7 @@ from jax import lax
 
 from tests.aot import figures, table
 
-SHAPE = (2, 3, 41, 5)  # of a cache
+SHAPE = (2, 3, 41, 5)  # shape of a cache
 
 
 def compiled(body):

@@ -115,7 +115,9 @@ def test_a_reader_that_leaves_aborts_its_request_and_no_other(served, expected):
         return await other
 
     assert texts(asyncio.run(both()).outputs) == texts(expected[5])
-    asyncio.run(last(served, "x", params(0, max_tokens=1)))  # those who left are known to have
+    asyncio.run(
+        last(served, "x", params(0, max_tokens=1))
+    )  # the abort of those who left has arrived
     assert served.num_running == 0 and served.llm.runtime.pool.blocks.num_used == 0
 
 

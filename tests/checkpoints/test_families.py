@@ -40,7 +40,7 @@ def test_defaults_are_those_of_transformers(model_type):
     fields = {field.name: field.default for field in dataclasses.fields(type(theirs))}
     same_default = {key: fields[key] for key in ours if key in fields}
     assert same_default == {key: ours[key] for key in same_default}
-    undeclared = {"head_dim", "partial_rotary_factor"}  # which Qwen2 and GLM read anyway
+    undeclared = {"head_dim", "partial_rotary_factor"}  # Qwen2 and GLM read them anyway
     assert set(ours) - set(fields) <= undeclared
     assert theirs.default_theta == families.scaling.read({"max_position_embeddings": 8}, 2)[0].theta
 

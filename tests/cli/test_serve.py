@@ -36,7 +36,7 @@ def complaint(monkeypatch, capsys, *arguments):
         main.main()
     assert stopped.value.code == 2
     *stages, line = capsys.readouterr().err.splitlines()
-    assert all("loading (" in each for each in stages)  # of a busy machine
+    assert all("loading (" in each for each in stages)  # a busy machine prints more
     return line
 
 

@@ -150,7 +150,7 @@ def test_drafts_in_another_vocabulary_leave_the_targets_distribution_by_enumerat
     assert result.accepted[1:].sum() > 0.1
 
 
-PROMPT = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it lacks
+PROMPT = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # some tokens are not in its vocabulary
 HEAT = (0.8, 1.3)
 
 

@@ -213,7 +213,7 @@ def test_a_later_call_with_a_fuller_corpus_compiles_nothing(monkeypatch):
     monkeypatch.setattr(Suffix, "propose", lambda *a: traced.append(1) or propose(*a))
     shared = SMALL.init_shared()
     for _ in range(2):
-        drafter = Suffix(**named(max_cached_tokens=512, max_tree_depth=7))  # of this test alone
+        drafter = Suffix(**named(max_cached_tokens=512, max_tree_depth=7))  # no other test has them
         plan = whole(tiny.TARGET, drafter)
         _, shared = host.generate_sharing(plan, tiny.params(), SOME, shared)
     assert len(traced) == 1

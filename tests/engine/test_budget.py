@@ -119,7 +119,7 @@ def excess(rule, batch):
         plan, params, fakes.settings(batch), LENGTH, chunks=2, program=program
     )
     assert (length == LENGTH).all()
-    assert max(passed) == size < 2.1 * batch  # of 4: the budget left half of the nodes out
+    assert max(passed) == size < 2.1 * batch  # not 4: the budget left half of the nodes out
     law = np.array(jax.nn.softmax(params.target))
     truth = statistics.joint_distribution(law, LENGTH)
     observed = statistics.counts(texts, V)

@@ -143,7 +143,7 @@ def test_a_row_of_a_head_is_not_shared_with_a_text_whose_next_token_differs():
     assert digests([*same, 1], 0) == digests([*same, 2], 0)
     first, second = digests([*same, 1], 1), digests([*same, 2], 1)
     assert first[0] == second[0] and first[1] != second[1]
-    assert len(digests(same, 1)) == 1  # the token after the second page is not known yet
+    assert len(digests(same, 1)) == 1  # the token after the second page is not drawn yet
 
 
 def test_two_texts_that_part_at_the_end_of_a_page_draft_as_if_they_were_alone():
@@ -508,7 +508,7 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
         )
         for row, length in enumerate(plain.length):
             np.testing.assert_array_equal(held[row, :, :length], buffer[row, :, :length])
-    assert not jax.tree.leaves(cache.layers)[0][0].any()  # the page of nobody
+    assert not jax.tree.leaves(cache.layers)[0][0].any()  # the null page
 
 
 @pytest.mark.parametrize("size", [Chunk(1, 32), Chunk(2, 16)])

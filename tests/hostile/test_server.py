@@ -236,7 +236,7 @@ def test_a_connection_whose_request_does_not_come_is_closed(server, http, monkey
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_size_that_is_too_large_is_refused_before_any_work(http, body, words):
-    begin = time.process_time()  # of the server too: it is a thread of this process
+    begin = time.process_time()  # the server is a thread of this process
     response = http.post("/v1/completions", content=json.dumps(body), headers=JSON)
     assert time.process_time() - begin < 1
     assert response.status_code == 400

@@ -8,11 +8,11 @@ from jspec import ops
 from jspec.core import trees
 from jspec.core.types import Draft, Sampling
 
-PROCESSED = dict(  # of four rows of a batch; the second one is greedy
+PROCESSED = dict(  # four rows of a batch; the second one is greedy
     temperature=[0.8, 0.0, 1.3, 0.6], min_p=[0.0, 0.1, 0.02, 1e-3],
     top_k=[40, 3, 0, 1000], top_p=[1.0, 0.5, 0.9, 0.7],
 )  # fmt: skip
-TOP_K = 500  # of the drafts
+TOP_K = 500  # top-k of the drafts
 
 
 def settings(rows, names):

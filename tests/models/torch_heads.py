@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-torch.set_num_threads(1)  # with tensors this small, more threads are 40 times slower
+torch.set_num_threads(1)  # more threads are 40 times slower for small tensors
 
 
 def rms_norm(x, weight, eps):

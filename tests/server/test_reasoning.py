@@ -1,4 +1,4 @@
-"""Reasoning is split from answers, streamed and whole, and is told apart from calls of tools."""
+"""Reasoning is split from answers, streamed and whole, and is separated from calls of tools."""
 
 import itertools
 

@@ -172,7 +172,7 @@ def test_a_head_trains_further_from_its_files(words, target, tmp_path, capsys):
     assert losses[1] < losses[0]
     check_run(second, target, "eagle3")
     assert distil("eagle", [*words, "--output", str(second), *more, "--head-layers", "2"]) == 2
-    more[-1] = str(second / "export")  # of the same sizes
+    more[-1] = str(second / "export")  # the sizes are equal
     assert distil("eagle", [*words, "--output", str(second), *more]) == 2
     assert "holds another run: --head " in capsys.readouterr().err
 

@@ -275,7 +275,7 @@ def test_a_half_written_cache_is_never_used(opened, tmp_path, monkeypatch):
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(token_file.np, "save", power_cut)
         opened(path)
-    (tmp_path / "cache" / "building-1").mkdir()  # of a process that was killed
+    (tmp_path / "cache" / "building-1").mkdir()  # left by a process that was killed
     assert len(list(documents(opened(path).train))) == 2
 
 

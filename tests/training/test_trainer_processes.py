@@ -185,7 +185,7 @@ def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_
         start(out, 100_000, *common, "--coordinator", "auto", cluster=cluster),
     ]
     wait_for_step(pair[0], out, 12)
-    pair[1].send_signal(signal.SIGTERM)  # the step tells the other process
+    pair[1].send_signal(signal.SIGTERM)  # the step informs the other process
     output = [process.communicate(timeout=300)[0] for process in pair]
     assert [process.returncode for process in pair] == [143, 143], output
     assert "stopped and saved at step" in output[0] and "saved" not in output[1]

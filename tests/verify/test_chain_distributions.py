@@ -15,7 +15,7 @@ from tests.verify.cases import chain
 EXACT = 1e-12
 ROUND_RULES = ["rejection", "block"]
 ALL_RULES = [*ROUND_RULES, "match"]
-P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # of the golden numbers
+P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # golden numbers
 
 FILTERS = {
     "plain": None,

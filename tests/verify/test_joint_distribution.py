@@ -16,8 +16,8 @@ from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter, by_mass, sett
 from tests.verify import statistics
 
 V, K = 4, 3
-LENGTH = 6  # of the texts of a Markov chain
-GOLDEN_LENGTH = 5  # of the texts whose tokens all have the golden distribution
+LENGTH = 6  # tokens of the texts of a Markov chain
+GOLDEN_LENGTH = 5  # tokens of texts with the golden distribution
 GOLDEN_P, GOLDEN_Q = np.array([0.5, 0.3, 0.2, 0]), np.array([0.2, 0.5, 0.3, 0])
 BATCH = 50_000  # rows of a run: the same for all, so that runs of a rule share a program
 

@@ -144,7 +144,7 @@ def test_drafts_are_accepted_at_the_rates_asked_for(rates):
 def test_a_length_is_the_mean_of_what_a_round_emits(length):
     result = synthetic(length=length)
     assert result.mean_accepted + 1 == pytest.approx(length, abs=EXACT)
-    assert (result.accepted > EXACT).sum() <= 2  # of the smallest variance
+    assert (result.accepted > EXACT).sum() <= 2  # two have the smallest variance
 
 
 def test_the_token_after_a_synthetic_path_is_the_targets():

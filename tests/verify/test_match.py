@@ -147,7 +147,7 @@ def test_draws_made_on_the_way_give_the_path_of_draws_after_all_nodes(seed):
         np.asarray(tokens[row])[np.asarray(path)[row, : length[row] + 1]].tolist()
         for row in range(batch)
     ]
-    assert texts(followed) == texts(path)  # of equal siblings, either one
+    assert texts(followed) == texts(path)  # either one of equal siblings
     np.testing.assert_array_equal(token, take(draws, take(path, num_accepted)))
 
 

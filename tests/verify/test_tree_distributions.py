@@ -12,7 +12,7 @@ from jspec.verify import RULES
 from tests.verify import cases
 
 EXACT = 1e-12
-P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # of the golden numbers
+P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # golden numbers
 TWO, THREE, TWO_BY_TWO = (-1, 0, 0), (-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 2)
 UNEVEN, CHAIN = (-1, 0, 0, 1, 1, 3), (-1, 0, 1, 2)
 ROUND_RULES = ["rejection", "block"]
@@ -54,7 +54,7 @@ def test_three_children_are_exact(rule):
     for proposal in ("without_replacement", "top_plus_one", "deterministic_last"):
         result = random(rule, THREE, proposal, vocab_size=4)
         assert result.distance < EXACT
-        assert result.accepted[1] < 1  # of three tokens, three children would be all
+        assert result.accepted[1] < 1  # three children would be all of three tokens
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)

@@ -72,7 +72,7 @@ class Ours:
     llm: LLM  # with ``max_num_seqs`` of the case's batch size
     case: Case  # the settings
     requests: dict[str, list[Request]]  # by category
-    # of the last run, by category
+    # answers of the last run, by category
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> Sample:

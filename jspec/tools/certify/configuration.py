@@ -166,14 +166,16 @@ def _without_draws(plan: Plan) -> str:
 
 
 def _token_ids(build: Build, prompts: Any, max_tokens: int) -> list[tuple[int, ...]]:
-    encode = lambda text: (build.tokenizer or build.model.tokenizer).encode(text)
     if prompts is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
             f"{build.model.path} has no tokenizer for the prompts of jspec; give "
             "prompts={'prompt_token_ids': [...]} or a list of these."
         )
     prompts = list(PROMPTS) if prompts is None else prompts
-    ids = [each.token_ids for each in read(prompts, encode)]
+    read_prompts = read(
+        prompts, lambda text: (build.tokenizer or build.model.tokenizer).encode(text)
+    )
+    ids = [each.token_ids for each in read_prompts]
     if not ids:
         raise ValueError("prompts=[] holds no prompt; give one, or leave it out.")
     size, room = build.plan.target.vocab_size, build.max_model_len - max_tokens

@@ -26,9 +26,9 @@ from jspec.util.values import is_whole
 
 NUM_DRAFTS = 4096
 _MOST_ROWS = 64  # at once
-_ELEMENTS = 2**25  # of recorded distributions at once
+_ELEMENTS = 2**25  # numbers of recorded distributions at once
 _ROUNDS = 2  # consecutive rounds: noise that is used twice shows in the next round
-_BINS, _COARSE_BINS = 20, 8  # of a quantile by itself, and of pairs
+_BINS, _COARSE_BINS = 20, 8  # bins of a quantile by itself, and of pairs
 _ORDERS = ("the likeliest first", "by id")
 _FEW = 100  # fewer draws show nothing
 _TOLERANCE = 2e-4  # rounding of log-weights and their noise in float32

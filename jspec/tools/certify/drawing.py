@@ -10,16 +10,16 @@ from jspec.core import trees
 from jspec.core.types import Draft
 from jspec.tools.certify.conditionals import Conditionals, softmax
 
-NUM_NODES, DEPTH = 7, 3  # of trees with traced parents, which are padded with invalid nodes
+NUM_NODES, DEPTH = 7, 3  # sizes of trees with traced parents, padded with invalid nodes
 
 
 @dataclasses.dataclass
 class Case:
     """A drafted tree, the distributions it is drawn from, and those it is judged by."""
 
-    # of the tree, -1 at the root; at most ``NUM_NODES``, at most ``DEPTH`` edges deep
+    # -1 at the root; at most ``NUM_NODES``, at most ``DEPTH`` edges deep
     parents: tuple[int, ...]
-    proposal: str | tuple[str, ...]  # of all nodes, a key of ``CHILDREN``; or one per node
+    proposal: str | tuple[str, ...]  # a key of ``CHILDREN`` for all nodes, or one per node
     target: Conditionals  # processed logits of the target, depth + 1 conditionals
     # processed logits of the drafter, depth conditionals, over its own vocabulary
     drafter: Conditionals
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def judged_as(self) -> str:
-        """The proposal that the rule is told."""
+        """The proposal that the rule gets."""
         return self.proposal if isinstance(self.proposal, str) else "mixed"
 
     def proposal_at(self, node: int) -> str:

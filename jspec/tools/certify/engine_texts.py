@@ -1,8 +1,8 @@
 """The check "engine": texts of sequences that share an engine, and those of each sequence alone.
 
 They arrive one by one in a few slots. With pages they also run on a cold and on a warm prefix
-cache, and are preempted now and then. As in the check "text", ``rounding`` tells near-ties from
-errors.
+cache, and are preempted now and then. As in the check "text", ``rounding`` separates near-ties
+from errors.
 """
 
 import collections
@@ -21,7 +21,7 @@ from jspec.tools.certify.report import Finding
 from jspec.tools.certify.texts import compared, with_target_noise
 
 _SLOTS = 4
-_ROUNDS = 4  # of a launch, so that sequences join in the middle of others
+_ROUNDS = 4  # rounds of a launch: few, so that sequences join in the middle of others
 _STEM = 2 * PAGE_SIZE + 1  # tokens that prompts begin with, so that they have pages to share
 
 

@@ -91,7 +91,7 @@ def distribution(
     vocabulary of three tokens. The distribution is over texts of four tokens, and the worst case
     counts. For each seed, target and drafter have random distributions that differ after every
     prefix, for entire drafts and for some that end early. Further cases: distributions that agree,
-    that share no token, and a drafter that knows two tokens of three.
+    that share no token, and a drafter whose vocabulary has two tokens of three.
 
     A rule judged by the target's draws must give the text of plain sampling for every draft by
     itself, which is more.

@@ -65,8 +65,11 @@ class Report:
 
 def worst(findings: Iterable[Finding]) -> Finding:
     """Return the finding with the largest ratio to its limit; NaN counts as infinite."""
-    is_nan = lambda value: value != value
-    ratio = lambda each: float("inf") if is_nan(each.measured) else each.measured / each.limit
+
+    def ratio(each: Finding) -> float:
+        is_nan = each.measured != each.measured
+        return float("inf") if is_nan else each.measured / each.limit
+
     return max(findings, key=ratio)
 
 

@@ -80,7 +80,7 @@ def _scored(
     state = _empty(target, batch, capacity)
     step = min(bucket(last, smallest=16), most)
     for begin in range(0, last, step):
-        chunk = np.zeros((batch, step + 1), np.int32)  # with a token of look-ahead
+        chunk = np.zeros((batch, step + 1), np.int32)  # the last token is look-ahead
         part = prompt[begin : begin + step + 1]
         chunk[:, : len(part)] = part
         counts = np.full(batch, min(last - begin, step), np.int32)

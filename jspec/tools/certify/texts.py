@@ -2,7 +2,7 @@
 
 Both texts come from the same loop; plain decoding is its case without a draft. Texts may diverge by
 rounding, since passes over one token and over several sum in different orders, or by an error.
-``rounding`` tells the two apart.
+``rounding`` separates the two.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jspec.tools.certify.report import Finding
 from jspec.tools.certify.rounding import gap, plausible, scored
 from jspec.util.buckets import bucket
 
-_MOST_ROWS = 8  # of a pass that measures rounding
+_MOST_ROWS = 8  # rows of a pass that measures rounding
 _SHOWN = 4  # divergences in words
 
 
@@ -31,7 +31,7 @@ class Divergence:
     position: int  # tokens of the text before it
     plain: int | None  # the token of plain decoding, None if it ends here
     speculative: int | None  # the other token, None if that text ends here
-    # of the two, by a plain pass token by token
+    # logits of the two, by a plain pass token by token
     logits: tuple[float, float] = (float("nan"), float("nan"))
     gap: float = float("inf")  # the change of logits with which the target would choose either
     noise: float = 0.0  # the change of logits between plain passes of different shapes

@@ -148,15 +148,18 @@ def _measure(keys, root, draft: Draft, drawn: Array, proposal: str, share: Array
         return jnp.zeros((len(root), 2), bool), (none, none[..., 0], none[..., 0], none)
     parents = jnp.clip(jnp.broadcast_to(draft.parents, shape), 0)
     removed = _removed(proposal, draft, drawn)
-    one = lambda node: _quantile(keys, root, draft, parents, removed, share, node)
     # Node by node, so that one distribution per row is in memory: [N, B] to [B, N].
-    nodes = lax.map(one, jnp.arange(shape[1]))
+    nodes = lax.map(
+        lambda node: _quantile(keys, root, draft, parents, removed, share, node),
+        jnp.arange(shape[1]),
+    )
     normal, *values = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), nodes)
     possible = values[2] > 0
     broken = jnp.stack([(drawn & ~normal).any(1), (drawn & normal & ~possible).any(1)], 1)
     usable = drawn & normal & possible
-    mask = lambda x: jnp.where(usable.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan)
-    return broken, tuple(map(mask, values))
+    return broken, tuple(
+        jnp.where(usable.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan) for x in values
+    )
 
 
 def _removed(proposal: str, draft: Draft, drawn: Array) -> Array:

@@ -104,7 +104,7 @@ def test_each_row_has_the_draft_that_was_chosen_for_it():
         max_depth=draft.max_depth,
     )
     chosen = merge.choose(two(first), two(second), jnp.array([True, False]))
-    np.testing.assert_array_equal(chosen.parents, trees.chain(4))  # known when tracing
+    np.testing.assert_array_equal(chosen.parents, trees.chain(4))  # static when tracing
     assert isinstance(chosen.parents, np.ndarray)
     known = chosen.replace(parents=np.tile(chosen.parents, (2, 1)))
     assert paths_of(known, 0) == [(), (1,), (1, 2), (1, 2, 0), (1, 2, 0, 1)]

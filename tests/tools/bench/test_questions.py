@@ -1,4 +1,4 @@
-"""Question files of every known format are read; errors name file and line."""
+"""Question files of every format are read; errors name file and line."""
 
 import gzip
 import json

@@ -79,7 +79,7 @@ def test_rules_of_chains_that_are_off_are_caught(mistake):
     proposal = "deterministic" if case is mutations.CERTAIN else "chain"
     finding = exact.distribution(Rule("mutant", mutant, "round", CHAINS), proposal)
     assert not finding.passed
-    assert finding.measured > 1e-3 or "raises" in finding.note  # it knows no draft vocabulary
+    assert finding.measured > 1e-3 or "raises" in finding.note  # it has no draft vocabulary
 
 
 def judges_as_mixed(rule):

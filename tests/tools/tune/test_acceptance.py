@@ -12,7 +12,7 @@ from jspec.tools.tune import acceptance
 from tests import tiny
 from tests.fakes import ToyTarget, TreeTableDrafter
 
-P, Q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)  # of the golden numbers: every draft is accepted alike
+P, Q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)  # golden numbers: every draft is accepted alike
 BUSH = static_trees.from_choices([(0,), (1,), (0, 0), (0, 1)])
 
 
