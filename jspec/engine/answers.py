@@ -23,10 +23,10 @@ class Answer:
     steps: tuple[np.ndarray, np.ndarray]  # (accepted, drafted) tokens of each round, int32
     max_depth: int  # K
     finish_reason: str | None = None
-    stop_token: int | None = None  # that ended the sequence
+    stop_token: int | None = None  # the stop token that ended the sequence
     nodes: tuple[np.ndarray, np.ndarray] | None = None  # (tokens, parents) of each round, [r, N]
-    logprobs: Logprobs | None = None  # of ``tokens``
-    prompt_logprobs: Logprobs | None = None  # of the prompt's tokens except the first
+    logprobs: Logprobs | None = None  # scores of ``tokens``
+    prompt_logprobs: Logprobs | None = None  # scores of the prompt's tokens but the first
     # Hidden states [n, D] of each of the profile's ``capture_layers``, from which the model
     # predicted ``tokens``; None unless they were asked for.
     features: tuple[np.ndarray, ...] | None = None

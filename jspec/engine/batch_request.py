@@ -32,7 +32,7 @@ class BatchRequest:
         self.arrays: Request | None = None  # on the device; the last launch had it
         self.is_stale = True  # True if launches need other arrays
         self._vocab_size = vocab_size
-        self._grammars: tuple[Grammar, ...] = ()  # that the device has
+        self._grammars: tuple[Grammar, ...] = ()  # the grammars on the device
         self._fitted: Members = []  # sequences that ``profile`` was chosen for
 
     def reset(self) -> None:

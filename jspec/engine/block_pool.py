@@ -50,7 +50,7 @@ class BlockPool:
         # Pages of no sequence, the first freed first; values are not used.
         self._free = collections.OrderedDict.fromkeys(range(NULL_PAGE + 1, count))
         self._cached: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}  # of the cached pages
+        self._digests: dict[int, bytes] = {}  # digests of the cached pages
         self._unclean: set[int] = set()  # free pages that may hold NaN
         self._to_clear: list[int] = []  # allocated ones of these, until the device clears them
 

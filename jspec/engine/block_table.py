@@ -15,7 +15,8 @@ class BlockTable:
     pool: BlockPool | None
     salt: str = ""
     pages: list[int] = dataclasses.field(default_factory=list)  # in order; the null page if unseen
-    digests: list[bytes] = dataclasses.field(default_factory=list)  # of the text's full pages
+    # A digest for each full page of the text.
+    digests: list[bytes] = dataclasses.field(default_factory=list)
     _num_shared: int = 0  # pages that were cached before
     _num_cached: int = 0  # pages that were shared or cached
     _num_unseen: int = 0  # pages that were freed as the text left them behind

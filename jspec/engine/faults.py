@@ -4,7 +4,7 @@ import re
 
 import jax
 
-INTERRUPTIONS = KeyboardInterrupt, SystemExit  # of the process, and of no sequence
+INTERRUPTIONS = KeyboardInterrupt, SystemExit  # they end the process, and belong to no sequence
 _STATUS = re.compile("(ABORTED|DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 
 

@@ -34,7 +34,7 @@ class Launch:
     drafted: Array  # [R, B] int32, drafted tokens that were verified
     passed: Array  # [R] int32, nodes that the target's matmuls ran over
     nodes: Nodes | None  # None: not asked for
-    logprobs: Logprobs | None  # of ``tokens``; None: not asked for
+    logprobs: Logprobs | None  # scores of ``tokens``; None: not asked for
     # The last four are None until the loop has ended.
     tokens: Array | None = None  # [B, R * (K+1)] int32
     length: Array | None = None  # [B] int32, of the history

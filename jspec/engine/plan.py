@@ -26,7 +26,7 @@ from jspec.util.values import are_whole, listed
 class Pass(NamedTuple):
     """A size of the target's pass over B rows."""
 
-    nodes: int  # of a row, at most
+    nodes: int  # most nodes of a row
     total: int  # nodes that the matmuls run over
     packed: bool  # whether these are a list of the valid nodes
 

@@ -20,15 +20,15 @@ from jspec.engine.masked_round import draft_alone, verify_alone
 # Bytes that programs may hold. With 0.9 GB of weights, libraries and caches, a server of SmolLM2
 # then stays below 3 GB.
 MOST_BYTES = 3 << 29
-_BYTES_IN_MEMORY = 14  # of a program, for each of its serialized form: 12 to 16 were measured
+_BYTES_IN_MEMORY = 14  # bytes of a program for each of its serialized form: 12 to 16 were measured
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event; it has the time in seconds
 _LONG = 0.5  # seconds of a compilation that leaves much memory behind
 _STEPS = launch, draft_alone, verify_alone, prefill, cancel, slots.seat, slots.allocate
 _STEP_OF = {f"jit_{step.__name__}": step for step in _STEPS}
 
-RELEASES = collections.Counter()  # of the programs of each step, in this process
+RELEASES = collections.Counter()  # number of releases of each step's programs, in this process
 _sizes: dict[tuple[int, str], int] = {}  # bytes of programs, by object and name
-_lock = threading.Lock()  # of ``_sizes``
+_lock = threading.Lock()  # guards ``_sizes``
 
 
 def bound() -> None:

@@ -28,7 +28,7 @@ from jspec.engine.program_memory import RELEASES
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar.followed import num_words
 
-_MOST_THREADS = 4  # that compile at a time: each takes memory
+_MOST_THREADS = 4  # threads that compile at a time: each takes memory
 
 Lowering = Callable[[], jax.stages.Lowered]
 
@@ -128,7 +128,7 @@ class Programs:
     def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the launches of a profile, of every draft length."""
         engine, (request, state, table) = self._engine, self._shapes(profile)
-        sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # of rounds, and watched rows
+        sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # number of rounds, and watched rows
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
         for chosen in engine.runner.launch_plans(engine.num_slots):
             given = engine.params, request, shared, state, *sizes, table, chosen.budget

@@ -40,7 +40,7 @@ class DecodeState:
 
     history: History
     cache: kv_cache.KVCache
-    memory: Memory  # of the drafter
+    memory: Memory  # the drafter's memory
     done: Array  # [B] bool
     round: Array  # [] int32
     # Features that the drafter misses while K = 0; None if it never pauses (``engine.backlog``).

@@ -32,7 +32,7 @@ class Dispatched:
 
     launch: Launch
     members: Members
-    most_tokens: int  # that a sequence gains in it
+    most_tokens: int  # most tokens that a sequence gains in it
     chosen: LaunchPlan
     begin: float | None  # seconds; None if something else ran before it
 
@@ -62,14 +62,14 @@ class Runner:
         self.plan, self.params, self.pool, self.shared = plan, params, pool, shared
         shapes_of_captured(plan, params, profile.capture_layers)  # raises if the target lacks one
         self.request = BatchRequest(profile, plan.target.vocab_size)
-        self.capacity = capacity  # of a row
+        self.capacity = capacity  # tokens of a row
         self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
         self.pinned_length: int | None = None  # K of all launches; None for a choice
         self._state: DecodeState | None = None
         self._speculations: dict[int, SpeculationController] = {}  # by the number of rows
         self._is_alone = True  # whether launches alone ran since the last one
-        self._last_end: float | None = None  # of a launch, if it was seen to end
-        self._ahead = CompileAhead()  # of launches, by profile and number of rows
+        self._last_end: float | None = None  # end of the last launch, if it was seen
+        self._ahead = CompileAhead()  # compiled launches, by profile and number of rows
 
     @property
     def is_lost(self) -> bool:

@@ -20,7 +20,7 @@ from jspec.engine.chunks import Arrays, Chunk
 from jspec.engine.sequence import EngineSequence
 from jspec.util.buckets import bucket
 
-_BUSY_ROUNDS = 2  # of a launch while a prompt is prefilled: slots must not stay empty for long
+_BUSY_ROUNDS = 2  # rounds of a launch during a prefill: slots must not stay empty for long
 
 
 class Prefill(NamedTuple):

@@ -33,12 +33,13 @@ class EngineSequence:
     num_preemptions: int = 0
     num_prefilled: int = 0  # tokens of the text that the caches hold, before the first round
     num_to_prefill: int = 0  # the same, when rounds begin
-    prompt_scores: list[Logprobs] = dataclasses.field(default_factory=list)  # of those, by chunk
+    # Scores of those, by chunk.
+    prompt_scores: list[Logprobs] = dataclasses.field(default_factory=list)
     is_suspect: bool = False  # True if it may have made a launch fail: it must run alone
     error: Exception | None = None  # Exception that ended the sequence.
 
     def __post_init__(self):
-        self._tokens = np.array(self.params.prompt, np.int32)  # with room behind the text
+        self._tokens = np.array(self.params.prompt, np.int32)  # the buffer has room behind the text
         self._length = len(self._tokens)
         grammar = self.params.followed_grammar  # on the host
         self.follower = None if grammar is None else Follower(grammar)

@@ -47,7 +47,7 @@ class SequenceParams(_Parameters):
     prompt: tuple[int, ...]  # token ids, at least one
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()  # the last token of an answer may be one
-    seed: int = 0  # with ``stream``, the address of the sequence's noise
+    seed: int = 0  # seed and ``stream`` are the address of the sequence's noise
     stream: int = 0  # distinguishes sequences of one seed
     min_tokens: int = 0  # to generate before stop and late tokens are allowed
     late_token_ids: tuple[int, ...] = ()  # do not end the text, but ``min_tokens`` forbids them too

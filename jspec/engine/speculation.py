@@ -43,7 +43,7 @@ class SpeculationController:
         self._passes = {k: each.passes(num_slots) for k, each in self._plans.items()}
         sizes = [(k, each.total) for k, passes in self._passes.items() for each in passes]
         self._costs, self._rows = _Costs(sizes), _Rows(num_slots)
-        self._last_rounds = 0  # of the last launch that was read
+        self._last_rounds = 0  # rounds of the last launch that was read
         self.pinned: int | None = None  # K of all launches, if set
 
     @property
