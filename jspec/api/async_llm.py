@@ -17,10 +17,10 @@ from jspec.api.requests import GenerationRequest
 from jspec.api.running import RunningRequest, check_ids
 from jspec.api.sampling_params import SamplingParams
 from jspec.engine.launches import Launch
-from jspec.engine.sequences import check_priority
+from jspec.engine.sequences import check_priority, check_sizes
 from jspec.util.messages import shown
 from jspec.util.threads import DaemonThreads
-from jspec.util.values import is_real, is_whole
+from jspec.util.values import is_real
 
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
 _EXIT_SECONDS = 60  # that the end of the process waits for a launch, which may compile first
@@ -58,10 +58,7 @@ class AsyncLLM:
     ):
         if not (is_real(launch_seconds) and launch_seconds > 0):
             raise ValueError(f"launch_seconds={shown(launch_seconds)} must be a number above 0.")
-        if not (max_num_queued is None or is_whole(max_num_queued, 1)):
-            raise ValueError(
-                f"max_num_queued={shown(max_num_queued)} must be whole and at least 1."
-            )
+        check_sizes(max_num_queued=max_num_queued)
         self.llm, self._compiler = llm, Compiler(llm)
         self._grammars = DaemonThreads(_GRAMMARS, "jspec-grammar", CLOSED)
         self._thread = EngineThread(

@@ -10,28 +10,21 @@ from jspec.util.arguments import argument
 from jspec.util.values import is_real, is_whole
 
 _MOST_INDEX = 2**31 - 2  # the device counts pages and tokens in int32
-_STATS = (None, "summary", "detailed")
-
-
-def _whole(most: int, words: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value is None or is_whole(value, 1, most), words
-
-
-_INDEX = _whole(_MOST_INDEX, f"a whole number of at least 1, and at most {_MOST_INDEX}")
-_COUNT = _whole(2**31 - 1, "a whole number of at least 1")
-_BYTES = _whole(2**63 - 1, "a whole number of at least 1")
+_AT_LEAST_ONE = "a whole number of at least 1"
+_AT_MOST = f"{_AT_LEAST_ONE}, and at most {_MOST_INDEX}"
+_DRAW = "for other texts draw one by secrets.randbits(64)"
+_INDEX = (lambda value: is_whole(value, 1, _MOST_INDEX), _AT_MOST)
+_COUNT = (lambda value: is_whole(value, 1), _AT_LEAST_ONE)
+_BYTES = (lambda value: is_whole(value, 1, 2**63 - 1), _AT_LEAST_ONE)
 _SEED = (
     lambda value: is_whole(value, 0, 2**64 - 1),
-    "a whole number from 0 to 2**64 - 1; for other texts draw one by secrets.randbits(64)",
+    f"a whole number from 0 to 2**64 - 1; {_DRAW}",
 )
-_SHARE = (
-    lambda value: value is None or (is_real(value) and 0 < value <= 1),
-    "a number from 0 to 1",
-)
-_KIND_OF_STATS = (lambda value: value in _STATS, "None, 'summary' or 'detailed'")
+_SHARE = (lambda value: is_real(value) and 0 < value <= 1, "a number from 0 to 1")
+_STATS = (lambda value: value in ("summary", "detailed"), "None, 'summary' or 'detailed'")
 _MOST_SCORES = (lambda value: is_whole(value, -1), "whole, or -1 for no limit")
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
-_BOOL_OR_NONE = (lambda value: isinstance(value, bool | None), "True, False or None")
+_BOOL_OR_NONE = (lambda value: isinstance(value, bool), "True, False or None")
 _MEMORY = "KV cache"
 
 
@@ -57,7 +50,7 @@ class EngineArgs:
     max_num_seqs: int | None = argument(
         None, "Sequences that run together.", check=_COUNT, kind=int, default=32, min=1
     )
-    per_request_stats: str | None = argument(None, check=_KIND_OF_STATS)
+    per_request_stats: str | None = argument(None, check=_STATS)
     tokenizer: Any = argument(
         None, "Directory of a tokenizer. Default: the model's own.", kind=str | None
     )
@@ -109,13 +102,9 @@ def in_signature(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have a function that takes ``EngineArgs`` by ``**unknown`` show them in its signature."""
     signature = inspect.signature(function)
     *before, unknown = signature.parameters.values()
+    only = inspect.Parameter.KEYWORD_ONLY
     more = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=field.type,
-        )
+        inspect.Parameter(name, only, default=field.default, annotation=field.type)
         for name, field in FIELDS.items()
         if name not in signature.parameters
     ]

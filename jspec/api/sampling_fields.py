@@ -13,19 +13,17 @@ from jspec.util.values import are_whole, is_function, is_whole
 
 _MOST_TEXTS = limits.TEXTS.most
 _ALL_TEXTS = "a string or a list of strings, none of them empty"
+_ROOM = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
 _TEXTS = (lambda texts: all(isinstance(text, str) and text for text in texts), _ALL_TEXTS)
 _WORDS = (lambda texts: all(isinstance(text, str) and text.strip() for text in texts), _ALL_TEXTS)
 _IDS = (lambda ids: are_whole(ids, 0), "a list of token ids")
 _SOME_IDS = (
-    lambda ids: ids is None or (ids and are_whole(ids, 0)),
+    lambda ids: ids and are_whole(ids, 0),
     "None for all, or a list of at least one token id",
 )
-_ROOM = (
-    lambda value: value is None or is_whole(value, 1),
-    "a whole number from 1 to 2**31 - 1, or None for all the room there is",
-)
+_TOKENS = (lambda value: value is None or is_whole(value, 1), _ROOM)
 _SEED = (
-    lambda value: value is None or is_whole(value, -(2**63), 2**64 - 1),
+    lambda value: is_whole(value, -(2**63), 2**64 - 1),
     "None or a whole number of at most 64 bits",
 )
 _LEAST = (lambda value: is_whole(value, 0), "a whole number of at least 0")
@@ -33,10 +31,7 @@ _NUM_TEXTS = (
     lambda value: is_whole(value, 1, _MOST_TEXTS),
     f"a whole number from 1 to {_MOST_TEXTS}",
 )
-_SCORES = (
-    lambda value: value is None or is_whole(value, -1),
-    "None, -1 or a whole number of at least 0",
-)
+_SCORES = (lambda value: is_whole(value, -1), "None, -1 or a whole number of at least 0")
 _FUNCTIONS = (lambda calls: all(map(is_function, calls)), "a list of hashable functions")
 _BOOL = (lambda value: isinstance(value, bool), "a bool")
 
@@ -53,25 +48,19 @@ class SamplingFields:
         16,
         "Most tokens of a text.",
         about="to generate at most; `None` for as many as the model has room for",
-        check=_ROOM,
+        check=_TOKENS,
         kind=int,
         default=128,
     )
     temperature: float = argument(1.0, "0 is greedy.", about="0 is greedy", default=0.0)
     top_p: float = argument(
-        1.0,
-        "1 keeps all tokens.",
-        about="keep the likeliest tokens that hold this much probability; 1 keeps all",
+        1.0, "1 keeps all tokens.", about="probability of the likeliest tokens to keep; 1: all"
     )
     top_k: int = argument(
-        0,
-        "0 keeps all tokens.",
-        about="keep this many of the likeliest tokens; 0 or -1 keeps all",
+        0, "0 keeps all tokens.", about="number of likeliest tokens to keep; 0 or -1: all"
     )
     min_p: float = argument(
-        0.0,
-        "0 keeps all tokens.",
-        about="keep tokens at least this likely relative to the likeliest; 0 keeps all",
+        0.0, "0 keeps all tokens.", about="least probability, relative to the likeliest; 0: any"
     )
     seed: int | None = argument(
         None,
@@ -92,9 +81,7 @@ class SamplingFields:
         0.0, "-2 to 2.", about="subtracted for each occurrence of a generated token; -2 to 2"
     )
     repetition_penalty: float = argument(
-        1.0,
-        "1 is off.",
-        about="divides positive, multiplies negative logits of tokens in prompt or answer",
+        1.0, "1 is off.", about="divides positive, multiplies negative logits of tokens so far"
     )
     logit_bias: tuple[tuple[int, float], ...] = argument(
         (),
@@ -108,16 +95,12 @@ class SamplingFields:
         "Forbid a word; may be repeated.",
         about="not in the answer, with or without a space before; the prompt may begin one",
         check=_WORDS,
-        kind=list[str] | None,
-        default=None,
     )
     stop: tuple[str, ...] = argument(
         (),
         "End before a string; may be repeated.",
         about="strings that end the text before them; one string or a list",
         check=_TEXTS,
-        kind=list[str] | None,
-        default=None,
     )
     ignore_eos: bool = argument(
         False,
@@ -150,13 +133,10 @@ class SamplingFields:
         check=_FUNCTIONS,
     )
     structured_outputs: Any = argument(
-        None,
-        about="one of `json`, `regex`, `choice`, `json_object`, `grammar` and `structural_tag`",
+        None, about="one of `json`, `regex`, `choice`, `json_object`, `grammar`, `structural_tag`"
     )
     logprobs: int | None = argument(
-        None,
-        about="scores of each token and of this many likeliest ones; -1 for the vocabulary",
-        check=_SCORES,
+        None, about="scores of each token and this many likeliest; -1: all tokens", check=_SCORES
     )
     prompt_logprobs: int | None = argument(
         None, about="the same for the prompt's tokens except the first", check=_SCORES

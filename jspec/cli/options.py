@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jspec.api import engine_args
 from jspec.api.engine_args import EngineArgs
 from jspec.api.sampling_fields import SamplingFields
 from jspec.cli import arguments
@@ -27,14 +28,12 @@ def flag(field: dataclasses.Field, **changes: Any) -> inspect.Parameter:
     if field.type is bool and not field.default:
         settings["names"] = (f"--{field.name.replace('_', '-')}",)
     settings |= {**field.metadata["flag"], "help": field.metadata["help"], **changes}
-    kind, help, names = settings.pop("kind"), settings.pop("help"), settings.pop("names")
-    default = settings.pop("default")
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=option(kind, help, *names, **settings),
-    )
+    kind, help, names, default = map(settings.pop, ("kind", "help", "names", "default"))
+    if kind == tuple[str, ...]:
+        kind, default = list[str] | None, None
+    annotation = option(kind, help, *names, **settings)
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, only, default=default, annotation=annotation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +97,9 @@ def _engine(**given: Any) -> EngineArgs:
     return EngineArgs(**given)
 
 
-engine = functools.partial(group, EngineArgs, make=_engine)
-
-
 def engine_option(name: str, **changes: Any) -> Any:
     """Return the annotation of one argument of ``LLM``; ``changes`` are those of ``flag``."""
-    (field,) = (each for each in dataclasses.fields(EngineArgs) if each.name == name)
-    return flag(field, **changes).annotation
+    return flag(engine_args.FIELDS[name], **changes).annotation
 
 
 def _sampling(**given: Any) -> dict[str, Any]:
@@ -114,6 +109,7 @@ def _sampling(**given: Any) -> dict[str, Any]:
     return given
 
 
+engine = functools.partial(group, EngineArgs, make=_engine)
 sampling = functools.partial(group, SamplingFields, make=_sampling, rich_help_panel="Sampling")
 common_sampling = functools.partial(
     sampling, *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")

@@ -122,22 +122,18 @@ class Access:
         """
         from jspec.server.middleware import Cors
 
-        flags = {"--allowed-origins": self.allowed_origins}
-        flags |= {"--allowed-methods": self.allowed_methods}
-        flags |= {"--allowed-headers": self.allowed_headers}
-        lists = {flag: arguments.texts(flag, text, '["*"]') for flag, text in flags.items()}
-        allowed, *rest = lists.values()
-        if not allowed:
-            given = [flag for flag in list(flags)[1:] if lists[flag] is not None]
-            given += ["--allow-credentials"] if self.allow_credentials else []
-            if given:
-                raise ValueError(
-                    f"{given[0]} needs --allowed-origins, which is empty; name origins."
-                )
-            return None
-        every = ("*",)
-        methods, headers = (every if each is None else each for each in rest)
-        return Cors(allowed, methods, headers, self.allow_credentials)
+        origins = arguments.texts("--allowed-origins", self.allowed_origins, '["*"]')
+        methods = arguments.texts("--allowed-methods", self.allowed_methods, '["*"]')
+        headers = arguments.texts("--allowed-headers", self.allowed_headers, '["*"]')
+        if origins:
+            every = ("*",)
+            methods, headers = (every if each is None else each for each in (methods, headers))
+            return Cors(origins, methods, headers, self.allow_credentials)
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            if getattr(self, name) not in (None, False):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} needs --allowed-origins, which is empty; name origins.")
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

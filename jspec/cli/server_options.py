@@ -139,13 +139,9 @@ def _template_variables(text: str | None) -> dict[str, Any]:
 def settings_of(
     llm: Any, *, defaults: str, override: dict[str, Any] | None = None, **given: Any
 ) -> Any:
-    """Return the settings of the API.
+    """Return the settings of the API; ``given`` are fields of ``Settings``.
 
-    Args:
-      llm: the loaded models.
-      defaults: the value of --generation-config.
-      override: that of --override-generation-config.
-      given: fields of ``Settings``.
+    ``defaults`` is the value of --generation-config, and ``override`` that of its override.
     """
     from jspec.server import defaults as of_model
     from jspec.server import readers

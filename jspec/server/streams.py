@@ -74,7 +74,11 @@ def whole(output: CompletionOutput) -> Piece:
 
 
 class Form:
-    """The form of the answer to one request, which makes the events of its stream."""
+    """The form of the answer to one request, which makes the events of its stream.
+
+    ``grow`` returns those of a piece that is not empty, of the prompt with an index, and ``end``
+    those after the last outputs of all prompts.
+    """
 
     is_named = False  # whether an event has its type as a name, and no "[DONE]" ends the stream
 
@@ -85,14 +89,6 @@ class Form:
     def first(self, output: RequestOutput) -> Iterable[Event]:
         """Return the events between the first output and its pieces."""
         return ()
-
-    def grow(self, index: int, output: RequestOutput, piece: Piece) -> Iterable[Event]:
-        """Return the events of a piece that is not empty, of the prompt with an index."""
-        raise NotImplementedError
-
-    def end(self, outputs: Sequence[RequestOutput]) -> Iterable[Event]:
-        """Return the last events, after the last outputs of all prompts."""
-        raise NotImplementedError
 
 
 class ChoicesForm(Form):

@@ -22,7 +22,7 @@ def argument(
       default: the value without the argument.
       help: of its flag on command lines; None for no flag.
       about: for the documentation.
-      check: a test of values, and the words for those that pass it.
+      check: a test of values other than a default of None, and the words for those that pass it.
       flag: what the flag has of its own: ``kind`` (its type), ``names``, ``default``, and settings
         of typer. By default a bool that is False has no ``--no-`` form.
     """
@@ -33,7 +33,8 @@ def argument(
 def check(arguments: Any) -> None:
     """Raise ValueError for the first argument whose value is out of range."""
     for field in dataclasses.fields(arguments):
-        value, rule = getattr(arguments, field.name), field.metadata.get("check")
-        if rule is not None and not rule[0](value):
+        value, rule = getattr(arguments, field.name), field.metadata["check"]
+        is_default = value is field.default is None
+        if rule is not None and not is_default and not rule[0](value):
             value = list(value) if isinstance(value, tuple) else value
             raise ValueError(f"{field.name}={shown(value)} must be {rule[1]}.")

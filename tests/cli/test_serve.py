@@ -1,6 +1,7 @@
 """``jspec serve`` and ``jspec run-batch``: flags, the file of flags, and a server's whole life."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 
+import jspec
+from jspec.api import engine_args
 from jspec.cli import main
 from tests import llm_fixtures
 
@@ -161,6 +165,14 @@ def test_the_help_documents_the_flags_of_vllm(capsys, monkeypatch):
     for flag in OF_VLLM:
         assert f" {flag} " in printed, flag
         assert f"`{flag}`" in page, flag
+
+
+def test_every_argument_of_an_engine_is_one_of_llm_and_those_with_a_help_are_flags():
+    command = typer.main.get_command(main.app).get_command(None, "serve")
+    arguments = inspect.signature(jspec.LLM).parameters
+    for name, field in engine_args.FIELDS.items():
+        assert arguments[name].default == field.default
+        assert (name in {option.name for option in command.params}) == bool(field.metadata["help"])
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "trace", "bench", "tune", "run-batch"])

@@ -91,8 +91,6 @@ def error_of(response, status):
         ({"stream_options": {}}, "stream_options", "set stream"),
         ({"suffix": "x"}, "suffix", "suffix='x' is not supported"),
         ({"use_beam_search": True}, "use_beam_search", "best_of"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
-        ({"min_tokenz": 1}, "min_tokenz", "did you mean 'min_tokens'?"),
         ({"top_a": 0.1}, "top_a", "top_a=0.1 is not supported: the filters are top_k, top_p and"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or from 1"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not streamed"),

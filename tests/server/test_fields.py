@@ -64,8 +64,7 @@ def test_an_unknown_parameter_of_sampling_is_refused_by_name(kind, body, given, 
     assert words in str(error.value) and [error.value.param] == list(given)
 
 
-@pytest.mark.parametrize("name", fields.SAMPLING)
-def test_every_parameter_of_sampling_is_a_field_of_each_endpoint(name):
-    assert all(name in kind.model_fields for kind in (fields.CompletionFields, fields.ChatFields))
-    is_of_many_texts = name in ("n", "best_of", "prompt_logprobs")
-    assert (name in fields.ResponseFields.model_fields) != is_of_many_texts
+def test_every_parameter_of_sampling_is_a_field_of_each_endpoint():
+    completions, chats, responses = (set(kind.model_fields) for kind in KINDS)
+    assert set(fields.SAMPLING) <= completions & chats
+    assert set(fields.SAMPLING) - responses == {"n", "best_of", "prompt_logprobs"}
