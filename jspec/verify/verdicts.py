@@ -23,7 +23,7 @@ def verify(
     history: History,
     backend: str | None = None,
 ) -> Verdict:
-    """Judge ``draft`` by the target's raw ``logits`` [B, N, V].
+    """Judge ``draft`` by the target's raw ``logits`` [B, N, V], by its draws or by uniforms.
 
     ``backend`` names the kernel of ``ops.rejection_sampling`` that runs instead of the walk, with
     the same verdict up to float32 rounding. None and "xla" run the walk. This is the only place
@@ -33,26 +33,24 @@ def verify(
         branches = Branches.of_draft(history, draft, tree)
         logits = logits_processors.apply(logits, request.sampling.processors, branches)
     greedy = request.sampling.greedy
-    positions = history.length[:, None] + tree.depth  # where the token after each node is drawn
-    # Greedy draws need no noise, so all nodes at once are fast.
-    if rule.walk is match and not greedy and draft.tokens.shape[1] > 1:
-        return _followed(request, draft, tree, logits, positions)
-    processed = sampling.process_logits(logits, request.sampling)
-    impossible = sampling.no_token(logits, request.sampling)
     if rule.randomness == "target" or (greedy and rule.greedy_is_match):
-        draws = sampling.draw_target(processed, request.sampling, request.keys, positions)
         walk = rule.walk if rule.randomness == "target" else match
+        positions = history.length[:, None] + tree.depth  # where the token after each node is drawn
+        # Greedy draws need no noise, so all nodes at once are fast.
+        if walk is match and not greedy and draft.tokens.shape[1] > 1:
+            return _followed(request, draft, tree, logits, positions)
+        processed = sampling.process_logits(logits, request.sampling)
+        impossible = sampling.no_token(logits, request.sampling)
+        draws = sampling.draw_target(processed, request.sampling, request.keys, positions)
         judged = walk(processed, draft, tree, draws, proposal)
         path, num_accepted, _ = shape_checks.check_walk(rule.name, judged, draft, None)
-        next_token = take(draws, take(path, num_accepted))
-        return _verdict(impossible, path, num_accepted, next_token)
-
+        return _verdict(impossible, path, num_accepted, take(draws, take(path, num_accepted)))
     root = history.length - 1
     count = draft.tokens.shape[1]
     uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
     uniform = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)[:, 0]
     draft = _without_degenerate(draft, tree)
-    if backend not in (None, "xla"):  # XLA drops the unused ``processed``
+    if backend not in (None, "xla"):
         logits, impossible = _finite(logits)
         judged = ops.rejection_sampling(
             logits,
@@ -65,6 +63,8 @@ def verify(
             implementation=backend,
         )
         return _verdict(impossible, *judged)
+    impossible = sampling.no_token(logits, request.sampling)
+    processed = sampling.process_logits(logits, request.sampling)
     processed = jnp.where(impossible[..., None], 0, processed)  # its result is never read
     judged = rule.walk(processed, draft, tree, uniforms, proposal)
     shape = len(processed), processed.shape[-1]
