@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,11 +48,6 @@ class Batch:
     answers: tuple[Answer, ...] = struct.field(pytree_node=False)  # so far
     shared: Shared = ()  # the drafter's state that outlives the batch
     profile: Profile = struct.field(pytree_node=False, default=_PLAIN)
-
-    @property
-    def prompt_lengths(self) -> np.ndarray:
-        """Lengths of the prompts, [sequences]."""
-        return np.array([len(sequence.prompt) for sequence in self.sequences], np.int32)
 
 
 def generate(
@@ -153,17 +148,6 @@ def generate_sharing(
     engine = engine_of(plan, params, sequences, max_num_seqs, profile, shared)
     answers = engine.run(sequences, scoring=profile.scoring)
     return answers, engine.shared
-
-
-def stream_sequences(
-    plan: Plan, params: Params, sequences: Sequence[SequenceParams], *, rounds: int = 4
-) -> Iterator[list[Answer]]:
-    """Generate the sequences together; yield their answers so far every ``rounds`` rounds."""
-    engine = engine_of(plan, params, sequences, len(sequences))
-    tickets = [engine.submit(sequence, rounds=rounds) for sequence in sequences]
-    while not engine.is_idle:
-        engine.step()
-        yield [ticket.answer for ticket in tickets]
 
 
 def engine_of(

@@ -221,7 +221,11 @@ def test_slices_of_rounds_give_the_same_text_as_one_launch():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
     inputs = sequences(temperature=0.8)
     whole = texts(host.generate_sequences(plan, params, inputs))
-    slices = list(host.stream_sequences(plan, params, inputs, rounds=2))
+    engine, slices = host.engine_of(plan, params, inputs, len(inputs)), []
+    tickets = [engine.submit(sequence, rounds=2) for sequence in inputs]
+    while not engine.is_idle:
+        engine.step()
+        slices.append([ticket.answer for ticket in tickets])
     assert texts(slices[-1]) == whole
     assert len(slices) > 3
     for answers in slices:

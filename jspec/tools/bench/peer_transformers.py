@@ -15,7 +15,6 @@ workers of other peers (``benchmarks/peers``) speak it too: they call ``serve``.
      "threads": 2,                           torch.set_num_threads for this call
      "num_speculative_tokens": 4,            assisted, prompt_lookup: K, the same in every round
      "ngram_max": 3,                         prompt_lookup: longest n-gram looked for (down to 1)
-     "cpp_wrapper": false,                   compiled: inductor's option of that name
      "count_passes": false}                  also count the target's passes: not for timed calls
         -> {"ok": true, "tokens": [[...], ...], "seconds": wall, "cpu_seconds": of all threads,
             "passes": null or the passes of the target}
@@ -114,8 +113,7 @@ class Worker:
             # The default of top_k is 50.
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         if mode == "compiled":
-            length = prompt_length + request["max_new_tokens"]
-            settings |= self._compiled(length, request.get("cpp_wrapper", False))
+            settings |= self._compiled(prompt_length + request["max_new_tokens"])
         elif mode == "assisted":
             settings["assistant_model"] = self._assistant(request["num_speculative_tokens"])
         elif mode == "prompt_lookup":
@@ -123,13 +121,11 @@ class Worker:
             settings["max_matching_ngram_size"] = request["ngram_max"]
         return settings
 
-    def _compiled(self, length: int, cpp_wrapper: bool) -> dict:
+    def _compiled(self, length: int) -> dict:
         """Return the settings of a static cache and a compiled decoding step."""
         from transformers import CompileConfig
 
-        # Its default mode, "reduce-overhead", adds CUDA graphs and excludes options.
-        options = {"cpp_wrapper": True} if cpp_wrapper else None
-        config = CompileConfig(mode=None if options else "default", options=options)
+        config = CompileConfig(mode="default")  # "reduce-overhead" would add CUDA graphs
         # Without this flag `generate` compiles on accelerators only.
         config._compile_all_devices = True
         return {"cache_implementation": "static", "max_cache_len": length, "compile_config": config}
