@@ -228,8 +228,9 @@ def prompt(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any
         state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
     column = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     chunk = jax.ShapeDtypeStruct((BATCH, CHUNK + 1), jnp.int32)
-    given = put((state.replace(history=None), chunk, column, column))
-    return prefill.trace(plan, put(params, weights=True), *given, None, put(table))
+    ready = jax.ShapeDtypeStruct((BATCH,), bool)
+    given = put((state, chunk, column, column, ready))
+    return prefill.trace(plan, put(params, weights=True), *given, table=put(table))
 
 
 def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
