@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,15 @@ def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
     Raises:
       ValueError: the model has windows or experts.
     """
-    if model.config.windows or model.config.moe is not None:
+    if any(model.config.windows) or model.config.has_experts:
         raise ValueError("--target has windows or experts; take one of plain blocks")
     layers = tuple(
         layer if copy == 0 else idle(layer)
         for layer in model.params.layers
         for copy in range(times)
     )
-    config = dataclasses.replace(model.config, num_layers=len(layers))
+    repeated = tuple(layer for layer in model.config.layers for _ in range(times))
+    config = dataclasses.replace(model.config, layers=repeated)
     raw = model.raw_config | {"num_hidden_layers": len(layers)}
     params = model.params.replace(layers=layers)
     checkpoint.save_pretrained(output, config, params, raw)
@@ -45,9 +47,15 @@ def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
 
 def idle(layer: LayerParams) -> LayerParams:
     """Return the block with zero outputs of its two halves, which adds nothing to the residual."""
-    ends = ("output", "output_bias", "down", "down_bias")
-    zero = {name: jax.tree.map(jnp.zeros_like, getattr(layer, name)) for name in ends}
-    return layer.replace(**zero)
+
+    def without(part: Any, *ends: str) -> Any:
+        zeros = {name: jax.tree.map(jnp.zeros_like, vars(part)[name]) for name in ends}
+        return part.replace(**zeros)
+
+    return layer.replace(
+        mixer=without(layer.mixer, "output", "output_bias"),
+        feed_forward=without(layer.feed_forward, "down", "down_bias"),
+    )
 
 
 def main() -> None:

@@ -27,7 +27,9 @@ from rich.table import Table
 
 from jspec.core.types import Array
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import DecoderConfig, Layer
 from jspec.models.heads.eagle import EagleParams
 from jspec.tools.bench import environment
 from training.data.batch import Batch
@@ -57,20 +59,20 @@ class Shape:
 SHAPES = {
     "demo": Shape(
         DecoderConfig(
-            vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=8, num_heads=4,
-            num_kv_heads=2, head_dim=64, max_positions=1024, tie_embeddings=True,
+            vocab_size=4096, hidden_size=256, max_positions=1024, tie_embeddings=True,
+            layers=(Layer(Attention(4, 2, head_dim=64), GatedMlp(704)),) * 8,
         ), draft_vocab_size=4096, batch=4, length=512,
     ),
     "smollm2": Shape(  # SmolLM2-135M
         DecoderConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
-            num_kv_heads=3, head_dim=64, max_positions=8192, tie_embeddings=True,
+            vocab_size=49152, hidden_size=576, max_positions=8192, tie_embeddings=True,
+            layers=(Layer(Attention(9, 3, head_dim=64), GatedMlp(1536)),) * 30,
         ), draft_vocab_size=8192, batch=4, length=512,
     ),
     "1b": Shape(  # Llama 3.2 1B
         DecoderConfig(
-            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16,
-            num_heads=32, num_kv_heads=8, head_dim=64, max_positions=4096, tie_embeddings=True,
+            vocab_size=128256, hidden_size=2048, max_positions=4096, tie_embeddings=True,
+            layers=(Layer(Attention(32, 8, head_dim=64), GatedMlp(8192)),) * 16,
         ), draft_vocab_size=32000, batch=8, length=2048,
     ),
 }  # fmt: skip
@@ -127,18 +129,18 @@ def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[]
 def matmul_seconds(task: EagleTask, head: EagleParams, batch: Batch) -> Callable[[], float]:
     """Return a function that times the head's matmuls of a step alone."""
     linear, config = LINEARS[task.compute], task.head
-    layer, rows = head.layers[0], batch.tokens[:, 1:].size
+    mixer, mlp, rows = head.layers[0].mixer, head.layers[0].feed_forward, batch.tokens[:, 1:].size
 
     def step(head: EagleParams, x):
         wide = jnp.concatenate([x] * len(config.capture_layers), -1)
         results = [_both_ways(linear, wide, head.fc)]
         x = results[0][0]
         for _ in range(task.recipe.unroll):
-            wide = _product(results, linear, jnp.concatenate([x, x], -1), layer.qkv)
+            wide = _product(results, linear, jnp.concatenate([x, x], -1), mixer.qkv)
             results.append(_attention_products(config.network, wide, len(batch.tokens)))
-            x = _product(results, linear, wide[:, : layer.output.shape[0]], layer.output)
-            x = _product(results, linear, x, layer.gate_up)
-            x = _product(results, linear, x[:, : layer.down.shape[0]], layer.down)
+            x = _product(results, linear, wide[:, : mixer.output.shape[0]], mixer.output)
+            x = _product(results, linear, x, mlp.gate_up)
+            x = _product(results, linear, x[:, : mlp.down.shape[0]], mlp.down)
             chunks = x.reshape(_chunks(x), -1, x.shape[-1])
             zeros = jnp.zeros_like(head.head)
             results.append(
@@ -165,7 +167,8 @@ def _product(results: list, product: Callable, x: Array, y: Array) -> Array:
 
 def _attention_products(config: DecoderConfig, qkv: Array, batch: int) -> list:
     """Return the products of attention with their gradients, a block of queries at a time."""
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    mixer = config.layers[0].mixer
+    heads, kv_heads, width = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     parts = jnp.moveaxis(qkv.reshape(batch, -1, heads + 2 * kv_heads, width), 2, 1)
     q, k, v = jnp.split(parts, (heads, heads + kv_heads), 1)
     q = q.reshape(batch, kv_heads, heads // kv_heads, -1, width)

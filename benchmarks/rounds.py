@@ -48,7 +48,7 @@ def eagle3(target: LoadedModel) -> tuple[Plan, Params]:
     sizes, layers = target.config, target.config.num_layers
     draft_vocab = min(32000, sizes.vocab_size)
     head = eagle.EagleConfig(
-        network=dataclasses.replace(sizes, num_layers=1, vocab_size=draft_vocab),
+        network=dataclasses.replace(sizes, layers=sizes.layers[:1], vocab_size=draft_vocab),
         generation=3,
         capture_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})),
         target_hidden_size=sizes.hidden_size,

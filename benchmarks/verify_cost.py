@@ -29,19 +29,21 @@ from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Tree
 from jspec.drafters.trees import tree_settings
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import DecoderConfig, DecoderParams, Layer
 from jspec.tools.bench import environment, files
 from jspec.tools.bench.timing import Contender, Sample, race
 
 BAR, BAR_NODES, BAR_BATCH = 1.10, 8, 1
 CONFIGS = {
     "Llama-3.1-8B": DecoderConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
-        num_kv_heads=8, head_dim=128, max_positions=131072,
+        vocab_size=128256, hidden_size=4096, max_positions=131072,
+        layers=(Layer(Attention(32, 8, head_dim=128), GatedMlp(14336)),) * 32,
     ),
     "tiny": DecoderConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=16, max_positions=2048,
+        vocab_size=512, hidden_size=64, max_positions=2048,
+        layers=(Layer(Attention(4, 2, head_dim=16), GatedMlp(128)),) * 2,
     ),
 }  # fmt: skip
 LENGTHS = {"Llama-3.1-8B": (8192, 32768), "tiny": (64, 500)}
@@ -360,7 +362,7 @@ def config_of(settings: argparse.Namespace) -> DecoderConfig:
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return dataclasses.replace(
         config,
-        num_layers=settings.layers or config.num_layers,
+        layers=config.layers[:1] * (settings.layers or config.num_layers),
         cache_dtype=dtype,
         activation_dtype=dtype,
     )
@@ -373,8 +375,8 @@ def weights_of(config: DecoderConfig, dtype: str) -> Callable[[], DecoderParams]
 
 def fitting(config: DecoderConfig, dtype: str) -> DecoderConfig:
     """Return the config with few enough layers that weights take half of the free memory."""
-    for layers in range(config.num_layers, 0, -1):
-        fewer = dataclasses.replace(config, num_layers=layers)
+    for count in range(config.num_layers, 0, -1):
+        fewer = dataclasses.replace(config, layers=config.layers[:count])
         if 2 * size(jax.eval_shape(weights_of(fewer, dtype))) <= room():
             return fewer
     return fewer

@@ -14,6 +14,9 @@ import jspec
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.models import decoder
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,8 @@ if len(sys.argv) > 1:
     loaded = jspec.load(sys.argv[1])
     target, params = loaded.target, loaded.params
 else:  # a small model with random weights; its text soon runs in circles
-    target = decoder.Decoder(decoder.DecoderConfig(128, 64, 128, 2, 4, 2, 16, max_positions=512))
+    layer = Layer(Attention(num_heads=4, num_kv_heads=2, head_dim=16), GatedMlp(128))
+    target = decoder.Decoder(decoder.DecoderConfig(128, 64, (layer, layer), max_positions=512))
     params = decoder.init_params(jax.random.key(0), target.config)
 
 prompts, limit = [[1, 2, 3], [4, 5]], {"max_new_tokens": 100}

@@ -17,6 +17,7 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
 from jspec.models.heads import eagle
+from tests import networks
 
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog. ",
@@ -30,10 +31,10 @@ CHAT_TEMPLATE = (
 )
 VOCAB = 320  # the embeddings are padded past the tokenizer's 300 tokens
 _SIZES = dict(num_kv_heads=1, head_dim=8, max_positions=256)
-TARGET = decoder.DecoderConfig(
+TARGET = networks.build(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, **_SIZES
 )
-DRAFT = decoder.DecoderConfig(
+DRAFT = networks.build(
     vocab_size=VOCAB - 8,
     hidden_size=16,
     intermediate_size=32,

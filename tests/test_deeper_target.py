@@ -1,6 +1,5 @@
 """``benchmarks.deeper``: a deeper target gives the same texts, and its head the same drafts."""
 
-import dataclasses
 import sys
 
 import jax
@@ -12,10 +11,10 @@ from benchmarks import deeper
 from jspec.checkpoints import loading
 from jspec.checkpoints.heads import head_files
 from jspec.models.heads import eagle
-from tests import llm_fixtures
+from tests import llm_fixtures, networks
 
 BIASES = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
-CONFIG = dataclasses.replace(llm_fixtures.TARGET, num_layers=2, **BIASES)
+CONFIG = networks.changed(llm_fixtures.TARGET, num_layers=2, **BIASES)
 PROMPTS = ["the quick brown", "def add(x, y"]
 
 

@@ -9,10 +9,11 @@ from jspec.core.types import Params
 from jspec.drafters import DraftModel, NGram, NoDrafter
 from jspec.engine.profile import Profile
 from jspec.models import decoder
+from tests import networks
 
 VOCAB = 64
 TARGET = decoder.Decoder(
-    decoder.DecoderConfig(
+    networks.build(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
@@ -23,7 +24,7 @@ TARGET = decoder.Decoder(
         max_positions=512,
     )
 )
-DRAFT_CONFIG = decoder.DecoderConfig(
+DRAFT_CONFIG = networks.build(
     vocab_size=VOCAB,
     hidden_size=16,
     intermediate_size=32,

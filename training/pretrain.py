@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from jspec.checkpoints import checkpoint
 from jspec.core.types import Array
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import DecoderConfig, DecoderParams, Layer
 from training import data, trainer
 from training.data.batch import Batch
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
@@ -55,9 +57,15 @@ class ModelSettings:
 
     def config(self) -> DecoderConfig:
         """Return the sizes of a Llama with tied embeddings."""
-        names = {"layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads"}
-        sizes = {names.get(name, name): value for name, value in vars(self).items()}
-        return DecoderConfig(**sizes, tie_embeddings=True)
+        mixer = Attention(self.heads, self.kv_heads, self.head_dim)
+        layer = Layer(mixer, GatedMlp(self.intermediate_size))
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=(layer,) * self.layers,
+            max_positions=self.max_positions,
+            tie_embeddings=True,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,7 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     stored = tensors[EMBEDDING].dtype
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
     arrays = [entry.read(tensors, dtype) for entry in entries]
-    return model_files.with_precision(config, dtype), assemble(entries, arrays), raw
+    return model_files.with_precision(config, dtype), assemble(config, entries, arrays), raw
 
 
 def _gguf_tensors(file: Path, raw: dict, entries: tuple[Entry, ...]) -> Mapping[str, Any]:

@@ -237,7 +237,7 @@ class Drafter(abc.ABC):
     proposal: Proposal  # how children are drawn; decides which rules are exact
     capture_layers: tuple[int, ...] = ()  # indices of the target's hidden_states that it reads
     noise: Literal["own", "target"] = "own"  # "target": draws with the target's noise (``coupled``)
-    # Whether its caches may have pages: it has none, or reads them by ``models.attend``.
+    # Whether its caches may have pages: it has none, or reads them by ``models.blocks.attend``.
     reads_pages: bool = False
     # Tokens after a position that an entry of its caches depends on. None: the memory cannot start
     # behind a cached prefix.

@@ -18,7 +18,7 @@ from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
 from jspec.models import decoder
-from jspec.models.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
@@ -69,10 +69,15 @@ class Eagle(CachedDrafter):
         take = lambda x: rows(x, parents)
         slots = own_slots(frontier.visible.shape[2], slot, drafted.shape[1])
         visible = take(frontier.visible) | slots
-        positions, network = positions_of(history, drafted, depth), self.config.network
+        positions = positions_of(history, drafted, depth)
         embedded, features = self._embed(params, drafted), take(frontier.hidden)
         attend, side = attention_beside(
-            memory.cache, frontier.side, slot, visible, positions, **network.attention_options
+            memory.cache,
+            frontier.side,
+            slot,
+            visible,
+            positions,
+            implementation=self.config.network.attention,
         )
         hidden = head.blocks(params.drafter, self.config, embedded, features, positions, attend)
         return _Frontier(hidden, visible, tuple(side)), self._unembed(params, hidden)

@@ -19,7 +19,7 @@ from jspec.core.entries import Entry
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
-from jspec.models.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 
@@ -93,14 +93,14 @@ class Mtp(CachedDrafter):
         module = depth % self.config.n_predict if self.unrolled else 0
         visible = [rows(mask, parents) for mask in frontier.visible]
         visible[module] |= own_slots(visible[module].shape[2], slot, drafted.shape[1])
-        positions, network = positions_of(history, drafted, depth), self.config.network
+        positions = positions_of(history, drafted, depth)
         attend, entries = attention_beside(
             memory[module].cache,
             frontier.side[module],
             slot,
             visible[module],
             positions,
-            **network.attention_options,
+            implementation=self.config.network.attention,
         )
         embedded, hidden = self._embed(params, drafted), rows(frontier.hidden, parents)
         hidden = head.run(params.drafter, self.config, module, embedded, hidden, positions, attend)

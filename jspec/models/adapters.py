@@ -39,7 +39,8 @@ from jax import lax
 from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV, TokenSlots
 from jspec.core.types import Array, Target, TargetOutput, Tree
-from jspec.models import decoder, probe
+from jspec.models import probe
+from jspec.models.blocks.attend import attention_over
 from jspec.models.probe import check
 
 __all__ = ["CachedTarget", "StatelessTarget", "check", "from_function", "from_linen", "from_nnx"]
@@ -85,8 +86,12 @@ class CachedTarget(AdaptedTarget):
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
         tree = trees.broadcast(tree, tokens.shape[0])
-        mix, tree_kv = decoder.attention_over(cache, tree, scale=self.scale, windows=self.windows)
-        attend = lambda layer, q, k, v: mix(layer, q, k, v).astype(q.dtype)
+        mix, tree_kv = attention_over(cache, tree, scale=self.scale)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            window = self.windows[layer] if self.windows else None
+            return mix(layer, q, k, v, window=window).astype(q.dtype)
+
         positions = cache.length[:, None] + tree.depth
         logits, hidden = probe.outputs(self.apply(params, tokens, positions, attend))
         return TargetOutput(logits, _captured(hidden, capture_layers), tuple(tree_kv))

@@ -17,17 +17,32 @@ from jspec.core import kv_cache
 from jspec.core.entries import Entry
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder
-from jspec.models.attend import Attend
-from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+from jspec.models.blocks.attend import Attend
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.blocks.norms import RmsNorm
+from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams, Layer
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiled(DecoderConfig):
-    """A decoder config with norms that run in tiles."""
+class _TiledNorm(RmsNorm):
+    """A norm that runs in tiles."""
 
-    def norm(self, x: Array, weight: Array) -> Array:
-        """See ``DecoderConfig``."""
-        return ops.in_tiles(lambda rows: super(_Tiled, self).norm(rows, weight), x)
+    def __call__(self, x: Array, weight: Array) -> Array:
+        """See ``RmsNorm``."""
+        return ops.in_tiles(lambda rows: super(_TiledNorm, self).__call__(rows, weight), x)
+
+
+def _tiled(config: DecoderConfig) -> DecoderConfig:
+    """Return the config with norms that run in tiles."""
+
+    def layer(plain: Layer) -> Layer:
+        norm = plain.mixer.qk_norm and _TiledNorm(plain.mixer.qk_norm.eps)
+        mixer = dataclasses.replace(plain.mixer, qk_norm=norm)
+        return dataclasses.replace(plain, norm=_TiledNorm(plain.norm.eps), mixer=mixer)
+
+    layers = tuple(map(layer, config.layers))
+    return dataclasses.replace(config, norm=_TiledNorm(config.norm.eps), layers=layers)
 
 
 def _linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
@@ -46,10 +61,10 @@ class BatchInvariantDecoder(Decoder):
     packs_nodes = False  # matmuls run in tiles of one shape already
 
     def __post_init__(self):
-        config = self.config
-        unsupported = {"experts": config.moe, "latent attention": config.mla}
-        unsupported[f"attention={config.attention!r}"] = config.attention
-        present = [name for name, value in unsupported.items() if value is not None]
+        parts = (part for layer in self.config.layers for part in (layer.mixer, layer.feed_forward))
+        present = {part.title: None for part in parts if type(part) not in (Attention, GatedMlp)}
+        if self.config.attention is not None:
+            present[f"attention={self.config.attention!r}"] = None
         if present:
             raise ValueError(
                 f"deterministic=True does not support {' and '.join(present)} of this target, "
@@ -81,22 +96,27 @@ class BatchInvariantDecoder(Decoder):
                 "deterministic=True takes chains, but this drafter proposes trees; choose a chain, "
                 "or leave deterministic out."
             )
-        config, positions = _Tiled(**vars(self.config)), cache.length[:, None] + np.arange(nodes)
-        attend, chain_kv = _attention_over(cache, self.config.windows)
-        x, options = self.embed(params, tokens), dict(linear=_linear, capture_layers=capture_layers)
-        x, features = decoder.trunk(params, config, x, positions, attend, **options)
+        config, positions = _tiled(self.config), cache.length[:, None] + np.arange(nodes)
+        attend, chain_kv = _attention_over(cache)
+        x, features = decoder.trunk(
+            params,
+            config,
+            self.embed(params, tokens),
+            positions,
+            attend,
+            linear=_linear,
+            capture_layers=capture_layers,
+        )
         x, tied = config.norm(x, params.norm), params.head is None
         logits = _linear(x, params.embedding if tied else params.head, transposed=tied)
         return TargetOutput(logits, features, tuple(chain_kv))
 
 
-def _attention_over(
-    cache: kv_cache.KVCache, windows: tuple[int | None, ...]
-) -> tuple[Attend, list[Entry]]:
+def _attention_over(cache: kv_cache.KVCache) -> tuple[Attend, list[Entry]]:
     """Return ``attention_over`` for chains, with sums in the order of positions."""
     entries = list(cache.layers)
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         entry = cache.layers[index]
         entries[index] = new = entry.holding(k, v)
         return ops.ordered_attention(
@@ -107,7 +127,7 @@ def _attention_over(
             entry.v,
             cache.length,
             scale=q.shape[-1] ** -0.5,
-            window=windows[index] if windows else None,
+            window=window,
         )
 
     return attend, entries

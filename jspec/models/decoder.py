@@ -1,4 +1,6 @@
-"""One decoder for all Llama-like families; a family is a configuration, not a class.
+"""One decoder for all families; a family is a configuration, not a class.
+
+A layer is a value: a mixer and a feed-forward of ``jspec.models.blocks``.
 
 The functions take a plain pytree of weights. Projections are stored [in, out]; q, k, v share one
 matrix and gate, up another, because fewer and larger matmuls are faster. Layers are a tuple and
@@ -6,6 +8,7 @@ their loop is unrolled, because XLA would copy a cache that is stacked over laye
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,100 +16,75 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, shape_checks, trees, validation
-from jspec.core.entries import AttentionKV, LatentKV
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
-from jspec.models.attend import Attend, attention_over
-from jspec.models.blocks import experts as moe
-from jspec.models.blocks import latent_attention as mla
-from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import Linear, affine, normal, packed_linear, rows_at
-from jspec.models.blocks.attention import attention
-from jspec.models.blocks.experts import MoeConfig, MoeParams
-from jspec.models.blocks.latent_attention import MlaConfig, MlaParams
-from jspec.models.blocks.mlp import gated
-from jspec.models.blocks.norms import rms_norm
-from jspec.models.blocks.rope import RopeConfig
+from jspec.models.blocks.arithmetic import Linear, normal, packed_linear, rows_at
+from jspec.models.blocks.attend import Attend, attention_over
+from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.norms import RmsNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer: a mixer of tokens and a feed-forward, each behind a norm and beside a residual."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
+    norm: RmsNorm = RmsNorm()  # noqa: RUF009 (frozen); before the mixer and the feed-forward
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder; static and hashable."""
+    """Layers and sizes of a decoder; static and hashable."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
     max_positions: int
-    norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
+    norm: RmsNorm = RmsNorm()  # noqa: RUF009 (frozen); the final norm
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False  # on the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm of each query and key head before the rotation
-    windows: tuple[int | None, ...] = ()  # sliding window of each layer; () for none
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
-    rotary_dim: int | None = None  # leading features of a head that are rotated; None for all
-    mla: MlaConfig | None = None  # latent attention instead of standard attention
-    moe: MoeConfig | None = None  # experts instead of the MLP
+
+    def __hash__(self) -> int:
+        # Plans are hashed in every launch, and layers are many.
+        sizes = self.vocab_size, self.hidden_size, len(self.layers), self.max_positions
+        return hash((*sizes, self.layers[:1], self.cache_dtype, self.attention))
 
     @property
-    def rope_dim(self) -> int:
-        """Number of features of a head that are rotated."""
-        return self.mla.rope_dim if self.mla else self.rotary_dim or self.head_dim
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
 
     @property
-    def mixed_size(self) -> int:
-        """Input width of the attention's output projection."""
-        return self.num_heads * (self.mla.value_dim if self.mla else self.head_dim)
-
-    def with_plain_blocks(self) -> "DecoderConfig":
-        """Return the config with standard attention and MLPs, as draft heads use them."""
-        return dataclasses.replace(self, mla=None, moe=None, rotary_dim=None, windows=())
-
-    def has_experts(self, layer: int) -> bool:
-        """Return whether block ``layer`` is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.first_dense
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, None for none."""
+        return tuple(layer.mixer.window for layer in self.layers)
 
     @property
-    def qkv_sizes(self) -> tuple[int, int]:
-        """Widths of the queries, and of the keys (or values)."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def has_experts(self) -> bool:
+        """True if a layer is a mixture of experts."""
+        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
 
-    @property
-    def attention_options(self) -> dict:
-        """Keyword arguments of ``attention_over`` and ``attention_beside``."""
-        return {"windows": self.windows, "implementation": self.attention}
-
-    def norm(self, x: Array, weight: Array) -> Array:
-        """Return the RMS norm of x over its last axis."""
-        return rms_norm(x, weight, self.norm_eps)
+    def with_mixers(self, **changes: Any) -> "DecoderConfig":
+        """Return the config with fields of every mixer replaced."""
+        layers = tuple(
+            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changes))
+            for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=layers)
 
 
 @struct.dataclass
 class LayerParams:
-    """Weights of one block; None for tensors that the family lacks."""
+    """Weights of a layer."""
 
-    attention_norm: Array | None  # [D]; None for a first block whose input is already normed
-    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim]; None for latent attention
-    output: Array  # [H * head_dim, D]
-    mlp_norm: Array  # [D]
-    gate_up: Array  # [D, 2 * intermediate]; in a mixture, the shared expert
-    down: Array  # [intermediate, D]
-    qkv_bias: Array | None = None
-    output_bias: Array | None = None
-    gate_up_bias: Array | None = None
-    down_bias: Array | None = None
-    q_norm: Array | None = None  # [head_dim]
-    k_norm: Array | None = None  # [head_dim]
-    mla: MlaParams | None = None
-    moe: MoeParams | None = None
+    mixer_norm: Array | None  # [D]; None for a first layer whose input is already normed
+    mixer: Any
+    feed_forward_norm: Array  # [D]
+    feed_forward: Any
 
 
 @struct.dataclass
@@ -151,44 +129,23 @@ def check_params(params: DecoderParams, config: DecoderConfig) -> None:
 def init_layers(
     key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32
 ) -> tuple[LayerParams, ...]:
-    """Return the blocks of ``init_params``."""
+    """Return the layers of ``init_params``."""
     return _init_layers(jax.random.split(key, 4 * config.num_layers), config, dtype)
 
 
 def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerParams, ...]:
-    """Return blocks drawn from four keys each."""
+    """Return layers drawn from four keys each."""
     hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
-    q_size, kv_size = config.qkv_sizes
-    bias = lambda exists, size: jnp.zeros((size,), dtype) if exists else None
-    head_norm = lambda: jnp.ones((config.head_dim,), dtype) if config.qk_norm else None
 
-    def layer(index: int) -> LayerParams:
-        first, *others = keys[4 * index : 4 * index + 4]
-        mixed, parts = config.has_experts(index), {"qkv": None}
-        wide = config.moe.shared_size if mixed else config.intermediate_size
-        if config.mla:
-            parts["mla"] = mla.init_params(first, config.mla, hidden, config.num_heads, dtype)
-        else:
-            parts["qkv"] = normal(first, (hidden, q_size + 2 * kv_size), dtype)
-        if mixed:
-            routed = jax.random.fold_in(first, 1)
-            parts["moe"] = moe.init_params(routed, config.moe, hidden, shrink, dtype)
+    def init(layer: Layer, keys) -> LayerParams:
         return LayerParams(
-            attention_norm=jnp.ones((hidden,), dtype),
-            output=normal(others[0], (config.mixed_size, hidden), dtype, shrink),
-            mlp_norm=jnp.ones((hidden,), dtype),
-            gate_up=normal(others[1], (hidden, 2 * wide), dtype),
-            down=normal(others[2], (wide, hidden), dtype, shrink),
-            qkv_bias=bias(config.qkv_bias, q_size + 2 * kv_size),
-            output_bias=bias(config.output_bias, hidden),
-            gate_up_bias=bias(config.mlp_bias, 2 * wide),
-            down_bias=bias(config.mlp_bias, hidden),
-            q_norm=head_norm(),
-            k_norm=head_norm(),
-            **parts,
+            mixer_norm=jnp.ones((hidden,), dtype),
+            mixer=layer.mixer.init(keys[:2], hidden, dtype, shrink),
+            feed_forward_norm=jnp.ones((hidden,), dtype),
+            feed_forward=layer.feed_forward.init(keys[2:], hidden, dtype, shrink),
         )
 
-    return tuple(layer(index) for index in range(config.num_layers))
+    return tuple(init(x, keys[4 * index : 4 * index + 4]) for index, x in enumerate(config.layers))
 
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
@@ -240,65 +197,50 @@ def trunk(
       index ``num_layers`` is the output of the final norm.
     """
     shape_checks.check_captured(capture_layers, config.num_layers)
-    cos, sin = rope_lib.cos_sin(config.rope, config.rope_dim, positions)
-    stream = [x]
+    rotations = rotations_of((layer.mixer for layer in config.layers), positions)
+    shared, stream = Pass(attend, rotations, linear, packing), [x]
 
-    def run(index: int, layer: LayerParams, x: Array) -> Array:
-        last = index == len(params.layers) - 1
-        queried = rows if last else None
-        return block(layer, config, x, cos, sin, index, attend, linear, queried, packing)
+    def run(index: int, weights: LayerParams, x: Array) -> Array:
+        queried = rows if index == config.num_layers - 1 else None
+        return apply_layer(config.layers[index], weights, x, shared, index, queried)
 
     if remat:
         run = jax.checkpoint(run, static_argnums=0)
-    for index, layer in enumerate(params.layers):
-        x = run(index, layer, x)
+    for index, weights in enumerate(params.layers):
+        x = run(index, weights, x)
         stream.append(x)
     if config.num_layers in capture_layers:
         stream[-1] = config.norm(x, params.norm)
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def block(layer, config, x, cos, sin, index, attend, linear, rows=None, packing=None) -> Array:
-    """Return the residual stream [B, T, D] after a block; ``index`` is passed to ``attend``.
+def apply_layer(
+    layer: Layer, params: LayerParams, x: Array, run: Pass, index: int, rows: Array | None = None
+) -> Array:
+    """Return the residual stream [B, T, D] after a layer; ``index`` is its number in the cache.
 
     ``rows`` [B, M] restricts the output to [B, M, D].
     """
     with jax.named_scope("attention"):
-        normed = config.norm(x, layer.attention_norm)
-        if layer.mla is None:
-            mixed = attention(layer, config, normed, cos, sin, index, attend, linear, rows)
-        else:
-            mixed = mla.attention(
-                layer, config, normed, cos, sin, index, attend, linear, rows, packing
-            )
+        normed = layer.norm(x, params.mixer_norm)
+        mixed = layer.mixer.apply(params.mixer, normed, run, index, rows)
         x = rows_at(x, rows) + mixed
     with jax.named_scope("mlp"):
-        return x + mlp(layer, config, x, linear, packing)
+        return x + apply_feed_forward(layer, params, x, run)
 
 
-def mlp(layer, config, x, linear, packing=None) -> Array:
-    """Return the output [B, T, D] of a block's norm and MLP (or experts) for x [B, T, D]."""
-    normed = config.norm(x, layer.mlp_norm)
-    if layer.moe is not None:
-        shared = gated(normed, layer.gate_up, layer.down, linear)
-        count = None if packing is None else packing.count
-        routed = moe.mixture(layer.moe, config.moe, normed, count=count)
-        return (routed + shared).astype(x.dtype)
-    gate, up = jnp.split(affine(normed, layer.gate_up, layer.gate_up_bias, linear), 2, axis=-1)
-    return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
+def apply_feed_forward(layer: Layer, params: LayerParams, x: Array, run: Pass) -> Array:
+    """Return the output [B, T, D] of a layer's second norm and its feed-forward."""
+    normed = layer.norm(x, params.feed_forward_norm)
+    return layer.feed_forward.apply(params.feed_forward, normed, run).astype(x.dtype)
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """Return an empty cache of ``capacity`` slots per row."""
     dtype = jnp.dtype(config.cache_dtype)
-
-    def entry() -> AttentionKV | LatentKV:
-        if config.mla:
-            return LatentKV.empty(batch, capacity, config.mla.width, dtype)
-        return AttentionKV.empty(batch, config.num_kv_heads, capacity, config.head_dim, dtype)
-
-    layers = [entry() for _ in range(config.num_layers)]
-    return kv_cache.empty(batch, layers, window=kv_cache.widest(config.windows))
+    entries = [layer.mixer.entry(batch, capacity, dtype) for layer in config.layers]
+    window = kv_cache.widest(config.windows)
+    return kv_cache.empty(batch, entries, window=window)
 
 
 def forward(
@@ -315,7 +257,7 @@ def forward(
     With a ``packing``, all matmuls run over its nodes alone, and the output of others is undefined.
     """
     tree = trees.broadcast(tree, tokens.shape[0])
-    attend, tree_kv = attention_over(cache, tree, packing=packing, **config.attention_options)
+    attend, tree_kv = attention_over(cache, tree, packing=packing, implementation=config.attention)
     positions, unpack, linear = cache.length[:, None] + tree.depth, lambda x: x, ops.linear
     if packing is not None:
         tokens, positions = packing.pack(tokens), packing.pack(positions)

@@ -24,6 +24,7 @@ from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.heads import eagle, medusa
+from tests import networks
 from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # sizes of the loops
@@ -35,7 +36,7 @@ PAGED = ("draft_model", "eagle3, drawn tree", "static tree")
 ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
 # Two layers compile fast, and show every error between layers.
-TARGET = decoder.DecoderConfig(
+TARGET = networks.build(
     vocab_size=32000,
     hidden_size=512,
     intermediate_size=1536,
@@ -46,7 +47,7 @@ TARGET = decoder.DecoderConfig(
     max_positions=2048,
     **ACCELERATOR,
 )
-DRAFT = decoder.DecoderConfig(
+DRAFT = networks.build(
     vocab_size=32000,
     hidden_size=256,
     intermediate_size=768,
@@ -68,7 +69,7 @@ MEDUSA = medusa.MedusaConfig(
     activation_dtype="bfloat16",
 )
 EAGLE = eagle.EagleConfig(
-    network=dataclasses.replace(TARGET, num_layers=1, vocab_size=8000, num_heads=8, num_kv_heads=2),
+    network=networks.changed(TARGET, num_layers=1, vocab_size=8000, num_heads=8, num_kv_heads=2),
     generation=3,
     capture_layers=(0, 1, 2),
     target_hidden_size=512,
@@ -295,6 +296,7 @@ def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
         caches.append((drafter.config, CAPACITY))
     if isinstance(drafter, Eagle):
         caches.append((drafter.config.network, CAPACITY))
+    mixers = [(model.layers[0].mixer, slots) for model, slots in caches]
     return tuple(
-        (BATCH // num_devices, model.num_kv_heads, slots, model.head_dim) for model, slots in caches
+        (BATCH // num_devices, mixer.num_kv_heads, slots, mixer.head_dim) for mixer, slots in mixers
     )

@@ -13,7 +13,7 @@ from jspec.checkpoints import loading
 from jspec.checkpoints.heads import head_files
 from jspec.cli import demo
 from jspec.models.heads import arctic, dflash, dspark, eagle, hydra, medusa, mlp_speculator
-from tests import llm_fixtures
+from tests import llm_fixtures, networks
 
 TARGET = llm_fixtures.TARGET
 EAGLE = eagle.EagleConfig(
@@ -35,7 +35,7 @@ HEADS = {
         "hydra",
     ),
 }
-NETWORK = dataclasses.replace(TARGET, num_layers=1, qk_norm=True, windows=())
+NETWORK = networks.changed(TARGET, num_layers=1, qk_norm=True, windows=())
 HEADS["dflash"] = (
     dflash,
     dflash.DFlashConfig(NETWORK, (0,), TARGET.hidden_size, TARGET.vocab_size, 4, 3),

@@ -1,6 +1,5 @@
 """The benchmark of verification: its results, the cases it leaves out, and its lowering."""
 
-import dataclasses
 import json
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from benchmarks import verify_cost
 from benchmarks.verify_cost import CONFIGS, Case
 from jspec.models import decoder
+from tests import networks
 
 TINY = ["--shape", "tiny", "--layers", "1", "--lengths", "64", "--repeats", "1", "--patience", "0"]
 
@@ -45,7 +45,7 @@ def test_a_prefix_that_does_not_fit_is_reported_and_left_out(tmp_path, capsys, m
 
 
 def test_a_program_that_does_not_fit_is_reported_and_left_out(tmp_path, monkeypatch):
-    config = dataclasses.replace(CONFIGS["tiny"], num_layers=1)
+    config = networks.changed(CONFIGS["tiny"], num_layers=1)
     cache = verify_cost.size(verify_cost.cache_like(config, 1, 64, 1))
     rooms = iter([2**30, cache])  # for the weights, and for the cache alone
     monkeypatch.setattr(verify_cost, "room", lambda: next(rooms, cache))
@@ -97,7 +97,7 @@ def test_chains_and_trees_have_one_pytree_structure():
     [("pallas_gpu", "cuda", "mosaic_gpu"), ("pallas_tpu", "tpu", "tpu_custom_call")],
 )
 def test_the_passes_of_the_large_model_lower_with_a_kernel(implementation, platform, call):
-    config = dataclasses.replace(
+    config = networks.changed(
         CONFIGS["Llama-3.1-8B"], num_layers=2, cache_dtype="bfloat16", activation_dtype="bfloat16"
     )
     params = jax.eval_shape(lambda: decoder.init_params(jax.random.key(0), config, jnp.bfloat16))

@@ -17,9 +17,10 @@ import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.files import model_files, safetensors_files
 from jspec.core.weights import Transposed, as_arrays
-from jspec.models.decoder import DecoderConfig, init_params
+from jspec.models.decoder import init_params
+from tests import networks
 
-CONFIG = DecoderConfig(
+CONFIG = networks.build(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -106,10 +107,11 @@ def test_without_a_dtype_in_config_json_the_files_dtype_is_used(saved, params):
 def test_a_cpu_holds_the_bfloat16_matrices_of_blocks_as_the_file_does(tmp_path, params):
     checkpoint.save_pretrained(tmp_path / "first", CONFIG, params, dtype="bfloat16")
     config, loaded, _ = checkpoint.load_pretrained(tmp_path / "first")
-    layer = loaded.layers[0]
-    for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+    mixer, mlp = loaded.layers[0].mixer, loaded.layers[0].feed_forward
+    for matrix in (mixer.qkv, mixer.output, mlp.gate_up, mlp.down):
         assert isinstance(matrix, Transposed) and matrix.stored.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(layer.down.stored.T, params.layers[0].down.astype(jnp.bfloat16))
+    expected = params.layers[0].feed_forward.down.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(mlp.down.stored.T, expected)
     checkpoint.save_pretrained(tmp_path / "second", config, loaded)
     first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
     assert second.read_bytes() == first.read_bytes()

@@ -9,6 +9,7 @@ from jspec.checkpoints import families
 from jspec.checkpoints.families.names import llama_table
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.decoder import DecoderConfig
+from tests import networks
 
 SIZES = {
     "vocab_size": 128,
@@ -49,14 +50,18 @@ def test_a_config_without_optional_keys_takes_the_defaults_of_its_family():
     raw = {"model_type": "llama", **SIZES}
     del raw["num_key_value_heads"]
     config = families.find(raw).read(raw)
-    assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 16, 2048)
-    assert (config.tie_embeddings, config.qkv_bias, config.windows) == (False, False, ())
-    assert read("qwen3").head_dim == 128
+    mixer = config.layers[0].mixer
+    assert (mixer.num_kv_heads, mixer.head_dim, config.max_positions) == (4, 16, 2048)
+    assert (config.tie_embeddings, mixer.qkv_bias, config.windows) == (False, False, (None,) * 3)
+    assert read("qwen3").layers[0].mixer.head_dim == 128
     assert read("mistral").windows == (4096,) * 3
 
 
 def test_biases_follow_the_family():
-    fields = lambda config: (config.qkv_bias, config.output_bias, config.mlp_bias)
+    def fields(config):
+        mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
+        return mixer.qkv_bias, mixer.output_bias, mlp.bias
+
     assert fields(read("llama", attention_bias=True)) == (True, True, False)
     assert fields(read("llama", mlp_bias=True)) == (False, False, True)
     assert fields(read("qwen2")) == (True, False, False)
@@ -66,10 +71,10 @@ def test_biases_follow_the_family():
 def test_windows_follow_the_four_keys_of_qwen():
     windows = lambda **keys: read("qwen2", sliding_window=8, **keys).windows
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    assert windows() == ()
-    assert windows(max_window_layers=0) == ()  # the switch is off
+    assert windows() == (None,) * 3
+    assert windows(max_window_layers=0) == (None,) * 3  # the switch is off
     assert windows(use_sliding_window=True, max_window_layers=1) == (None, 8, 8)
-    assert windows(use_sliding_window=True, max_window_layers=28) == ()
+    assert windows(use_sliding_window=True, max_window_layers=28) == (None,) * 3
     assert windows(use_sliding_window=True, layer_types=kinds) == (None, 8, None)
     with pytest.raises(ValueError, match="use_sliding_window is False"):
         windows(layer_types=kinds)
@@ -131,7 +136,7 @@ def test_old_and_new_spelling_of_a_rotary_scaling_mean_the_same(kind):
     )
     for spelling in spellings:
         config = read("llama", max_position_embeddings=256, **spelling)
-        assert (config.rope, config.max_positions) == (rope, length)
+        assert (config.layers[0].mixer.rope, config.max_positions) == (rope, length)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -162,8 +167,8 @@ def test_windows_that_differ_by_layer_read_back_the_same():
 
 
 def test_a_decoder_that_no_family_can_express_is_refused():
-    config = dataclasses.replace(read("llama"), qk_norm=True, mlp_bias=True)
-    with pytest.raises(ValueError, match=r"llama loses qk_norm.*qwen3 loses mlp_bias"):
+    config = networks.changed(read("llama"), qk_norm=True, mlp_bias=True)
+    with pytest.raises(ValueError, match=r"llama loses qk_norm.*qwen3 loses bias"):
         families.describe(config)
 
 

@@ -112,7 +112,7 @@ def test_weights_are_those_that_the_gguf_package_dequantises(tmp_path, kind):
     expected = jspec.load(tmp_path / "rounded.gguf", "float32").params
     actual = jspec.load(tmp_path / "model.gguf", "float32").params
     np.testing.assert_array_equal(actual.embedding, expected.embedding)
-    np.testing.assert_array_equal(actual.layers[1].qkv, expected.layers[1].qkv)
+    np.testing.assert_array_equal(actual.layers[1].mixer.qkv, expected.layers[1].mixer.qkv)
     dtype = jspec.load(tmp_path / "model.gguf").params.embedding.dtype
     assert dtype == ("float16" if kind == "F16" else "bfloat16")
 

@@ -13,14 +13,14 @@ from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.files import safetensors_files, torch_files
 from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
+from tests import networks
 from tests.checkpoints import directories
 
 VOCAB, REDUCED, WIDTH, LAYERS = 32, 12, 16, 8
-TARGET = DecoderConfig(
+TARGET = networks.build(
     vocab_size=VOCAB,
     hidden_size=WIDTH,
     intermediate_size=24,
@@ -30,7 +30,7 @@ TARGET = DecoderConfig(
     head_dim=8,
     max_positions=64,
 )
-NETWORK = dataclasses.replace(TARGET, num_layers=1, norm_eps=1e-5)
+NETWORK = networks.changed(TARGET, num_layers=1, norm_eps=1e-5)
 EAGLE1 = EagleConfig(NETWORK, 1, (LAYERS,), WIDTH, VOCAB)
 EAGLE3 = EagleConfig(
     dataclasses.replace(NETWORK, vocab_size=REDUCED), 3, (2, 4, 5), WIDTH, VOCAB, separate_head=True
@@ -40,7 +40,7 @@ MEDUSA = MedusaConfig(3, 2, WIDTH, VOCAB, VOCAB, (LAYERS,), num_outputs=3)
 
 def changed(config, network=(), **changes):
     """Return the config with other settings of its network and of its own."""
-    network = dataclasses.replace(config.network, **dict(network))
+    network = networks.changed(config.network, **dict(network))
     return dataclasses.replace(config, network=network, **changes)
 
 

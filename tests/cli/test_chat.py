@@ -11,8 +11,7 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import installed
 from jspec.checkpoints.heads import head_files
 from jspec.cli import chat, main
-from jspec.models.decoder import DecoderConfig
-from tests import llm_fixtures
+from tests import llm_fixtures, networks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -153,7 +152,7 @@ def test_a_model_without_a_chat_template_is_refused(monkeypatch, capsys):
 
 
 def test_the_default_drafter_was_made_for_the_default_model():
-    sizes = DecoderConfig(
+    sizes = networks.build(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
         num_kv_heads=3, head_dim=64, max_positions=8192, tie_embeddings=True,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """Tiny random DFlash and DSpark heads for the tiny target, and their torch references."""
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -15,13 +14,13 @@ from jspec.drafters.dflash import DFlash, DSpark
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads
 
 WIDTH, REDUCED_SIZE, MASK = tiny.TARGET.config.hidden_size, 40, 63
-_NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True)
-_SLIDING = dataclasses.replace(_NETWORK, windows=(7, None))
-_REDUCED = dataclasses.replace(_NETWORK, vocab_size=REDUCED_SIZE, num_layers=1)
+_NETWORK = networks.changed(tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True)
+_SLIDING = networks.changed(_NETWORK, windows=(7, None))
+_REDUCED = networks.changed(_NETWORK, vocab_size=REDUCED_SIZE, num_layers=1)
 CONFIGS = {
     "dflash": DFlashConfig(_NETWORK, (0, 1), WIDTH, tiny.VOCAB, 5, MASK),
     "sliding": DFlashConfig(_SLIDING, (1,), WIDTH, tiny.VOCAB, 4, MASK, causal=(True, False)),
@@ -37,7 +36,7 @@ CONFIGS = {
         separate_head=True,
     ),
 }
-_SMALL = dataclasses.replace(_NETWORK, num_layers=1)
+_SMALL = networks.changed(_NETWORK, num_layers=1)
 SPARKS = {
     "vanilla": DFlashConfig(
         _SMALL,

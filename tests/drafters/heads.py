@@ -16,15 +16,15 @@ from jspec.core import trees
 from jspec.core.types import Array
 from jspec.drafters import Eagle, Medusa
 from jspec.models import decoder
-from jspec.models.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
-from tests import tiny
+from tests import networks, tiny
 
 METHODS = ("eagle", "eagle3", "medusa")
 LAST = tiny.TARGET.config.num_layers
 REDUCED_SIZE = 40  # tokens of the reduced vocabulary
-_NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=1, intermediate_size=48)
+_NETWORK = networks.changed(tiny.TARGET.config, num_layers=1, intermediate_size=48)
 CONFIGS = {
     "eagle": eagle.EagleConfig(
         _NETWORK, 1, (LAST,), _NETWORK.hidden_size, tiny.VOCAB, fc_bias=True

@@ -4,7 +4,6 @@ The reference is written from the formulas of arXiv 2402.05109 and takes the ten
 their published names; it shares no code with jspec.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -15,11 +14,11 @@ from jspec.drafters import Hydra
 from jspec.models import decoder
 from jspec.models.heads import hydra
 from jspec.models.heads.hydra import HydraConfig
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads
 
 WIDTH, LAST = tiny.TARGET.config.hidden_size, tiny.TARGET.config.num_layers
-_PREFIX = dataclasses.replace(tiny.TARGET.config, num_layers=1)
+_PREFIX = networks.changed(tiny.TARGET.config, num_layers=1)
 CONFIGS = {
     "mlp": HydraConfig(4, 1, WIDTH, tiny.VOCAB, (LAST,)),
     "mlp deep": HydraConfig(2, 4, WIDTH, tiny.VOCAB, (LAST - 1,), tie_blocks=True),

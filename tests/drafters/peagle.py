@@ -1,6 +1,5 @@
 """A tiny P-EAGLE head for the tiny target."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.heads import eagle
-from tests import tiny
+from tests import networks, tiny
 
 MASK, REDUCED_SIZE = 63, 40
-NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=REDUCED_SIZE)
+NETWORK = networks.changed(tiny.TARGET.config, intermediate_size=48, vocab_size=REDUCED_SIZE)
 CONFIG = eagle.EagleConfig(
     NETWORK,
     3,

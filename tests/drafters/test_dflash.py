@@ -13,7 +13,7 @@ from jspec.drafters.dflash import DFlash
 from jspec.engine import functional as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
-from tests import shipped, tiny
+from tests import networks, shipped, tiny
 from tests.drafters import dflashes, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
@@ -120,7 +120,7 @@ def test_settings_that_do_not_fit_the_head_are_refused(name, settings, message):
 
 def test_a_block_that_does_not_fit_into_a_sliding_window_is_refused():
     config = dflashes.CONFIGS["sliding"]
-    network = dataclasses.replace(config.network, windows=(3, None))
+    network = networks.changed(config.network, windows=(3, None))
     narrow = dataclasses.replace(config, network=network)
     assert DFlash(narrow, tiny.TARGET, 2).max_depth == 2
     with pytest.raises(ValueError, match="must fit into the sliding window of 3"):

@@ -18,7 +18,7 @@ from jspec.tools.certify.conditionals import context_dependent
 from jspec.tools.certify.drawing import DEPTH, Case
 from jspec.tools.certify.enumeration import outcome
 from jspec.verify import RULES
-from tests import fakes, tiny
+from tests import fakes, networks, tiny
 from tests.drafters import rounds
 from tests.verify import statistics
 
@@ -91,7 +91,7 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_a_sliding_window_must_hold_a_round():
-    config = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(5,))
+    config = networks.changed(tiny.DRAFT_CONFIG, windows=(5,))
     with pytest.raises(ValueError, match=r"must be at most 3: the 6 rows .* window of 5"):
         DraftModel(config, 4)
 

@@ -11,7 +11,7 @@ from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
 from jspec.engine import functional as host
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads
 from tests.drafters.rounds import plan_of
 from tests.fakes import (
@@ -33,7 +33,7 @@ ROWS = [host.SequenceParams((1 + i,) * 3, max_tokens=24, stream=i) for i in rang
 PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
 SCRIPT = script(ROWS, PLAIN)
 LOOKUP = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
-NARROW = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(19,))
+NARROW = networks.changed(tiny.DRAFT_CONFIG, windows=(19,))
 
 
 def run(parts, combine):

@@ -29,11 +29,11 @@ CASES = {
     ),
 }
 RAW_TARGET = {
-    "num_attention_heads": TARGET.num_heads,
-    "num_key_value_heads": TARGET.num_kv_heads,
-    "head_dim": TARGET.head_dim,
+    "num_attention_heads": TARGET.layers[0].mixer.num_heads,
+    "num_key_value_heads": TARGET.layers[0].mixer.num_kv_heads,
+    "head_dim": TARGET.layers[0].mixer.head_dim,
     "hidden_size": TARGET.hidden_size,
-    "rms_norm_eps": TARGET.norm_eps,
+    "rms_norm_eps": TARGET.norm.eps,
     "rope_theta": 10000.0,
 }
 

@@ -21,14 +21,13 @@ from jspec.drafters.draft_model.language_model import translating
 from jspec.engine import functional as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
-from tests import fakes, llm_fixtures, tiny
+from tests import fakes, llm_fixtures, networks, tiny
 from tests.drafters import rounds
 from tests.verify import statistics
 
 VOCAB, MASK, POSITIONS, DEPTH = 5, 6, 61, 3
 TARGET = fakes.PrefixTarget(VOCAB)
-SIZES = DecoderConfig(
+SIZES = networks.build(
     vocab_size=VOCAB + 2,
     hidden_size=16,
     intermediate_size=24,
@@ -40,7 +39,7 @@ SIZES = DecoderConfig(
 )
 NETWORKS = {
     "Llama": dataclasses.replace(SIZES, tie_embeddings=True),
-    "Qwen2": dataclasses.replace(SIZES, qkv_bias=True),
+    "Qwen2": networks.changed(SIZES, qkv_bias=True),
 }
 TREES = {
     "chain": dict(num_speculative_tokens=DEPTH),

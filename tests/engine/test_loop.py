@@ -1,5 +1,6 @@
 """The decoding loop: its programs, caches, counts and slices."""
 
+import copy
 import functools
 import re
 
@@ -50,7 +51,7 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     jax.clear_caches()
     for seed, max_tokens in ((1, 24), (2, 20)):
         # New objects, equal to the old ones.
-        drafter = DraftModel(decoder.DecoderConfig(**vars(tiny.DRAFT_CONFIG)), 4)
+        drafter = DraftModel(copy.deepcopy(tiny.DRAFT_CONFIG), 4)
         plan = Plan(decoder.Decoder(tiny.TARGET.config), drafter)
         inputs = sequences(max_tokens, temperature=0.5 * seed, seed=seed)
         host.generate_sequences(plan, tiny.params(), inputs)

@@ -17,9 +17,9 @@ from jspec.engine.engine import Engine
 from jspec.engine.functional import SequenceParams
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.blocks.latent_attention import MlaConfig
-from tests import fakes, tiny
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from tests import fakes, networks, tiny
 from tests.test_conformance import DRAFTERS
 
 ROWS = 6  # in eight slots
@@ -94,17 +94,19 @@ def test_lists_grow_by_what_a_matmul_costs_on_a_platform():
 
 
 # Wide enough that each kind of matmul has a choice of sizes.
-WIDE = dataclasses.replace(
+WIDE = networks.changed(
     tiny.TARGET.config, hidden_size=160, num_heads=12, num_kv_heads=4, vocab_size=128
 )
-LATENT = MlaConfig(kv_rank=32, q_rank=None, nope_dim=32, rope_dim=16, value_dim=32)
-EXPERTS = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=64)
+LATENT = LatentAttention(
+    num_heads=12, kv_rank=32, q_rank=None, nope_dim=32, rope_dim=16, value_dim=32
+)
+EXPERTS = Experts(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=64)
 KINDS = {"standard": WIDE} | {
-    name: dataclasses.replace(WIDE, **parts)
+    name: networks.changed(WIDE, **parts)
     for name, parts in {
         "windowed": {"windows": (4, None)},
-        "latent": {"mla": LATENT},
-        "experts": {"moe": EXPERTS},
+        "latent": {"mixer": LATENT},
+        "experts": {"feed_forward": EXPERTS},
     }.items()
 }
 

@@ -27,7 +27,7 @@ from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.grammar import automata
 from jspec.models import decoder
-from tests import fakes, tiny
+from tests import fakes, networks, tiny
 from tests.aot import figures
 from tests.api.test_many_calls import resident
 from tests.plain_processors import Spelling
@@ -403,13 +403,13 @@ def test_the_page_that_was_freed_first_is_evicted_first_and_the_end_of_a_text_be
     assert [num_cached(text) for text in texts] == [1, 0]
 
 
-SLIDING = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(9, 6)))
+SLIDING = decoder.Decoder(networks.changed(tiny.TARGET.config, windows=(9, 6)))
 
 
 @pytest.mark.parametrize("drafter", [tiny.NGRAM, tiny.DRAFT], ids=["ngram", "draft_model"])
 def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(drafter):
     if drafter is tiny.DRAFT:
-        drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, windows=(7,)), 4)
+        drafter = DraftModel(networks.changed(tiny.DRAFT_CONFIG, windows=(7,)), 4)
     plan, params = Plan(SLIDING, drafter, "coupled"), tiny.params()
     rows = sequences()
     expected = [answer.tokens.tolist() for answer in host.generate_sequences(plan, params, rows)]
@@ -450,7 +450,7 @@ def test_a_prefix_is_shared_if_the_pages_that_its_first_query_sees_are_cached():
 
 
 def test_models_that_mix_layers_with_and_without_a_window_keep_all_pages():
-    mixed = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, windows=(6, None)))
+    mixed = decoder.Decoder(networks.changed(tiny.TARGET.config, windows=(6, None)))
     for target, drafter in ((mixed, tiny.NGRAM), (SLIDING, tiny.DRAFT)):
         pool = Pool(Plan(target, drafter), tiny.params(), num_pages=4)
         assert pool.blocks.window is None

@@ -9,9 +9,9 @@ from jspec import verify
 from jspec.core.types import Proposal
 from jspec.drafters import Eagle, Hybrid
 from jspec.engine.plan import Plan
-from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.verify import RULES
+from tests import networks
 from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter
 from tests.tiny import NGRAM, VOCAB
 from tests.tiny import TARGET as DECODER
@@ -147,7 +147,7 @@ def test_a_sampling_backend_that_a_rule_does_not_have_is_refused(rule, backend, 
 
 
 def test_a_sampling_backend_is_refused_to_a_dynamic_tree():
-    network = DecoderConfig(
+    network = networks.build(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,

@@ -14,7 +14,7 @@ from jspec.drafters import NGram, NoDrafter
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.models import decoder
-from tests import program_size
+from tests import networks, program_size
 
 MODELS = pathlib.Path(jspec.__file__).parent / "assets" / "demo"
 HEAD = {"method": "eagle3", "model": str(MODELS / "eagle3"), "num_speculative_tokens": 4}
@@ -49,7 +49,7 @@ LARGE_EXPECTED = {"plain": (7554, 19667), "ngram": (13099, 42160)}
 PROFILES = {"greedy": Profile(), "sampled": Profile(filters=("temperature", "top_p"))}
 
 # SmolLM2's sizes. A launch needs no weights to be lowered.
-LARGE = decoder.DecoderConfig(
+LARGE = networks.build(
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,

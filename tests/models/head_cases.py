@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from jspec.models.decoder import DecoderConfig
-
 torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
+from tests import networks  # noqa: E402
+
 VOCAB, REDUCED, WIDTH, LAYERS = 64, 24, 32, 8
-TARGET = DecoderConfig(
+TARGET = networks.build(
     vocab_size=VOCAB,
     hidden_size=WIDTH,
     intermediate_size=48,

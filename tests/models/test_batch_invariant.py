@@ -1,6 +1,5 @@
 """Tests that a batch-invariant decoder's logits do not depend on the grouping into passes."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -13,13 +12,13 @@ import jspec
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
 from jspec.models.batch_invariant import BatchInvariantDecoder
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.blocks.latent_attention import MlaConfig
-from jspec.models.decoder import Decoder, DecoderConfig
-from tests import fakes, tiny
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from jspec.models.decoder import Decoder
+from tests import fakes, networks, tiny
 
 LENGTH = 90  # more than a block of slots and several tiles of queries
-CONFIG = DecoderConfig(
+CONFIG = networks.build(
     vocab_size=256,
     hidden_size=128,
     intermediate_size=344,
@@ -82,12 +81,14 @@ def test_trees_latent_attention_experts_and_kernels_raise():
     with pytest.raises(ValueError, match="deterministic=True takes chains, but this drafter"):
         target = BatchInvariantDecoder(tiny.TARGET.config)
         jspec.generate(target, tiny.params().target, [[1, 2]], drafter=bush, drafter_params=script)
-    latent = MlaConfig(kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8)
-    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
+    latent = LatentAttention(
+        num_heads=4, kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8
+    )
+    experts = Experts(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
     for name, value, words in (
-        ("mla", latent, "latent attention"),
-        ("moe", experts, "experts"),
+        ("mixer", latent, "latent attention"),
+        ("feed_forward", experts, "experts"),
         ("attention", "pallas_tpu", "attention='pallas_tpu'"),
     ):
         with pytest.raises(ValueError, match=f"deterministic=True does not support {words} of"):
-            BatchInvariantDecoder(dataclasses.replace(tiny.TARGET.config, **{name: value}))
+            BatchInvariantDecoder(networks.changed(tiny.TARGET.config, **{name: value}))

@@ -9,9 +9,10 @@ import pytest
 
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.blocks.latent_attention import MlaConfig
-from jspec.models.decoder import DecoderConfig
+from jspec.models.blocks.attend import attention_over
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from tests import networks
 
 SIZES = dict(
     vocab_size=40,
@@ -24,11 +25,11 @@ SIZES = dict(
     max_positions=64,
 )
 CONFIGS = {
-    "plain": DecoderConfig(**SIZES),
-    "windows": DecoderConfig(**SIZES, windows=(None, 3)),
-    "partly rotated": DecoderConfig(**SIZES, qk_norm=True, rotary_dim=4),
-    "latent": DecoderConfig(**SIZES, mla=MlaConfig(16, 12, 8, 4, 8)),
-    "experts": DecoderConfig(**SIZES, moe=MoeConfig(4, 2, 12, 48)),
+    "plain": networks.build(**SIZES),
+    "windows": networks.build(**SIZES, windows=(None, 3)),
+    "partly rotated": networks.build(**SIZES, qk_norm=True, rotary_dim=4),
+    "latent": networks.build(**SIZES, mixer=LatentAttention(4, 16, 12, 8, 4, 8)),
+    "experts": networks.build(**SIZES, feed_forward=Experts(4, 2, 12, 48)),
 }
 BATCH, PREFIX, NODES = 3, 5, 6
 
@@ -37,7 +38,7 @@ BATCH, PREFIX, NODES = 3, 5, 6
 def run(params, config, tokens, cache, rows=None):
     """Return the last residual stream and the cache entries of a chain after the cache."""
     tree = trees.chain_tree(*tokens.shape)
-    attend, entries = decoder.attention_over(cache, tree, windows=config.windows, rows=rows)
+    attend, entries = attention_over(cache, tree, rows=rows)
     x, _ = decoder.trunk(
         params,
         config,

@@ -12,6 +12,8 @@ from jspec.core import kv_cache, static_trees, trees
 from jspec.models import decoder
 from jspec.models.blocks import arithmetic
 from jspec.models.blocks import experts as moe
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -156,7 +158,8 @@ def test_logits_of_prompts_and_trees_equal_transformers(case):
 def test_the_cache_of_latent_attention_holds_one_latent_per_token(case):
     _, config, _, _ = case
     shapes = {leaf.shape for leaf in jax.tree.leaves(decoder.init_cache(config, 2, 64).layers)}
-    assert shapes == ({(2, 1, 64, 24 + 8)} if config.mla else {(2, 2, 64, 16)})
+    is_latent = isinstance(config.layers[0].mixer, LatentAttention)
+    assert shapes == ({(2, 1, 64, 24 + 8)} if is_latent else {(2, 2, 64, 16)})
 
 
 def test_transformers_loads_a_saved_checkpoint(case, tmp_path):
@@ -173,7 +176,7 @@ def test_biases_of_routers_stay_exact_in_a_bfloat16_file(case, tmp_path):
     _, config, params, _ = case
     checkpoint.save_pretrained(tmp_path, config, params, dtype="bfloat16")
     _, narrow, _ = checkpoint.load_pretrained(tmp_path)
-    before, after = params.layers[-1].moe, narrow.layers[-1].moe
+    before, after = params.layers[-1].feed_forward, narrow.layers[-1].feed_forward
     assert (after.bias.dtype, after.router.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(after.bias, before.bias)
 
@@ -217,8 +220,8 @@ def each_way(params, sizes, x):
 
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_all_implementations_of_experts_agree(tokens):
-    sizes = moe.MoeConfig(6, 2, 10, 10, num_groups=3, groups_per_token=2, scale=2.5)
-    params = moe.init_params(jax.random.key(0), sizes, 8, 1.0, jnp.float32)
+    sizes = Experts(6, 2, 10, 10, num_groups=3, groups_per_token=2, scale=2.5)
+    params = sizes.init(jax.random.split(jax.random.key(0)), 8, jnp.float32)
     params = jax.tree.map(lambda x: 40 * x, params)
     x = jax.random.normal(jax.random.key(1), (tokens, 8)).at[: tokens // 2].set(1.0)  # equal tokens
     expected, *mixtures = each_way(params, sizes, x)

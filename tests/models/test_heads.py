@@ -10,7 +10,7 @@ import pytest
 from jspec.checkpoints.heads import head_files
 from jspec.core import kv_cache
 from jspec.models import decoder
-from jspec.models.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 
@@ -51,8 +51,7 @@ def feed(params, config, hidden, token, position, cache, side, slot, mask):
     """Return logits, output and side buffers of a row that reads ``hidden`` [1, 1, D]."""
     embedded = embed(params, config, token, MODEL, target_params())
     position = jnp.full((1, 1), position)
-    options = config.network.attention_options
-    attend, side = attention_beside(cache, side, slot, mask, position, **options)
+    attend, side = attention_beside(cache, side, slot, mask, position)
     hidden = eagle.blocks(params, config, embedded, hidden, position, attend)
     return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, tuple(side)
 

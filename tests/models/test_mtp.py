@@ -12,6 +12,7 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
 from jspec.models.heads import mtp
+from tests import networks
 from tests.models import test_experts as targets
 
 torch = pytest.importorskip("torch")
@@ -63,7 +64,16 @@ def drafted(params, config, target, embedded, features):
     return logits
 
 
-SIZES = decoder.DecoderConfig(96, 32, 48, 3, 4, 4, 8, 256)  # used for the output matrix only
+SIZES = networks.build(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    max_positions=256,
+)  # used for the output matrix only
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def test_rotations_at_published_sizes_equal_those_of_transformers(name):
     ours = families.find({"model_type": "llama"}).read(theirs.to_dict())
     for positions in (np.arange(-3, 16), np.array([4095]), np.array([4096, 30000, 131071])):
         expected = rotary(torch.zeros(1), torch.tensor(positions)[None])
-        actual = rope_lib.cos_sin(ours.rope, 128, jnp.array(positions, jnp.int32))
+        actual = rope_lib.cos_sin(ours.layers[0].mixer.rope, 128, jnp.array(positions, jnp.int32))
         # A relative error of 1e-7 in a frequency rotates the last position by 1e-2.
         tolerance = 1e-6 + 2e-7 * positions.max()
         for half, both in zip(actual, expected, strict=True):

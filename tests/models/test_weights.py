@@ -1,6 +1,5 @@
 """Kinds of weights: a new one is a class, and every model runs with it unchanged."""
 
-import dataclasses
 import functools
 
 import jax
@@ -18,9 +17,9 @@ from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.blocks.latent_attention import MlaConfig
-from tests import tiny
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from tests import networks, tiny
 
 
 @struct.dataclass
@@ -68,8 +67,10 @@ KINDS = {"int8": int8, "slow": lambda x: Slow(-x), "transposed": None}
 CONFIGS = {
     "dense": tiny.TARGET.config,
     "tied": tiny.DRAFT_CONFIG,
-    "latent experts": dataclasses.replace(
-        tiny.TARGET.config, mla=MlaConfig(16, 12, 8, 4, 8), moe=MoeConfig(4, 2, 8, 8)
+    "latent experts": networks.changed(
+        tiny.TARGET.config,
+        mixer=LatentAttention(4, 16, 12, 8, 4, 8),
+        feed_forward=Experts(4, 2, 8, 8),
     ),
 }
 
@@ -90,7 +91,7 @@ def test_logits_with_a_kind_of_weights_are_those_of_its_arrays(kind, name):
     tokens, cache = jnp.arange(20).reshape(2, 10) * 3 % 64, decoder.init_cache(config, 2, 16)
     run = jax.jit(lambda params: decoder.forward(params, config, tokens, TREE, cache).logits)
     actual, expected = run(params), run(as_arrays(params))
-    assert isinstance(params.layers[0].output, Weight)
+    assert isinstance(params.layers[0].mixer.output, Weight)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 

@@ -11,16 +11,17 @@ import pytest
 from jspec.checkpoints.heads import head_files
 from jspec.core import trees
 from jspec.models import decoder
-from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.decoder import Decoder
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
+from tests import networks
 from training.data.batch import Batch
 from training.networks import attention
 from training.networks.forward import Frozen
 from training.tasks.dflash import PUBLISHED, DFlashTask, Recipe, draw_blocks, row_weights
 
-TARGET = DecoderConfig(
+TARGET = networks.build(
     vocab_size=40,
     hidden_size=32,
     intermediate_size=48,
@@ -30,9 +31,9 @@ TARGET = DecoderConfig(
     head_dim=8,
     max_positions=64,
 )
-NETWORK = dataclasses.replace(TARGET, num_layers=1, qk_norm=True)
+NETWORK = networks.changed(TARGET, num_layers=1, qk_norm=True)
 PLAIN = DFlashConfig(
-    dataclasses.replace(NETWORK, num_layers=2, windows=(4, None)),
+    networks.changed(NETWORK, num_layers=2, windows=(4, None)),
     (0, 1),
     32,
     40,
@@ -52,7 +53,7 @@ REDUCED = DFlashConfig(
     separate_embedding=True,
 )
 SPARK = DFlashConfig(
-    dataclasses.replace(NETWORK, windows=(4,)),
+    networks.changed(NETWORK, windows=(4,)),
     (1,),
     32,
     40,

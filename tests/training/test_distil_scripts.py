@@ -1,6 +1,5 @@
 """``training.distill``, from files to files that generate."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -16,12 +15,12 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads.dflash import default_capture_layers
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
+from tests import networks
 from training import distill, distill_draft, distill_eagle
 from training.export import check
 from training.tasks import dflash, eagle
 
-SIZES = DecoderConfig(
+SIZES = networks.build(
     vocab_size=300,
     hidden_size=32,
     intermediate_size=48,
@@ -501,7 +500,7 @@ def test_they_train_further_from_their_files(method, option, first, other, words
 @pytest.mark.parametrize("depth", range(1, 9))
 @pytest.mark.parametrize("method", ["eagle3", "p_eagle", "dflash"])
 def test_targets_of_every_depth_have_hidden_states_to_read_by_default(method, depth):
-    target, mask = dataclasses.replace(SIZES, num_layers=depth), 1 if method == "p_eagle" else None
+    target, mask = networks.changed(SIZES, num_layers=depth), 1 if method == "p_eagle" else None
     if method == "dflash":
         make = lambda: dflash.head_config(dflash.HeadSettings(), method, target, 1, False)
     else:

@@ -9,7 +9,8 @@ import pytest
 import jspec
 from jspec.core import trees
 from jspec.models import decoder
-from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.decoder import Decoder
+from tests import networks
 from training.data.batch import Batch
 from training.losses.distances import LOSSES
 from training.networks.forward import Frozen
@@ -17,7 +18,7 @@ from training.tasks.draft import DraftRecipe, DraftTask, sample_continuations
 
 
 def sizes(vocab_size, layers):
-    return DecoderConfig(
+    return networks.build(
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,

@@ -11,17 +11,18 @@ import pytest
 
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
-from jspec.models.attend import attention_beside
-from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.blocks.attend import attention_beside, attention_over
+from jspec.models.decoder import Decoder
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed
+from tests import networks
 from training.data.batch import Batch
 from training.data.features import TaughtBatch
 from training.networks.forward import Frozen
 from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states, totals_of
 
-TARGET = DecoderConfig(
+TARGET = networks.build(
     vocab_size=40,
     hidden_size=32,
     intermediate_size=48,
@@ -36,7 +37,7 @@ FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of pa
 
 
 def head_config(generation: int, vocab_size: int = TARGET.vocab_size) -> EagleConfig:
-    network = dataclasses.replace(TARGET, num_layers=1, vocab_size=vocab_size)
+    network = networks.changed(TARGET, num_layers=1, vocab_size=vocab_size)
     return EagleConfig(
         network=network,
         generation=generation,
@@ -88,7 +89,7 @@ def _serve(params, config, target, tokens, steps):
     """Return a cache per row i, with the rows of true features up to i alone."""
     module, rows = Decoder(TARGET), tokens.shape[0] - 1
     chain = trees.broadcast(trees.from_parents(trees.chain(rows), rows), 1)
-    attend, _ = decoder.attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
+    attend, _ = attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
     x, captured = decoder.trunk(
         target,
         TARGET,
@@ -97,7 +98,7 @@ def _serve(params, config, target, tokens, steps):
         attend,
         capture_layers=config.capture_layers,
     )
-    normed = decoder.rms_norm(x, target.norm, TARGET.norm_eps)
+    normed = TARGET.norm(x, target.norm)
     features = (normed,) if config.generation == 1 else captured
     fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
     vectors = lambda ids: embed(params, config, ids, module, target)

@@ -1,6 +1,5 @@
 """Conversion of heads between layouts of files."""
 
-import dataclasses
 import json
 
 import jax
@@ -12,14 +11,14 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads import mtp as mtp_format
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator, mtp
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
+from tests import networks
 from training import export
 
-SIZES = DecoderConfig(
+SIZES = networks.build(
     vocab_size=60,
     hidden_size=32,
     intermediate_size=48,
@@ -40,7 +39,7 @@ def target(tmp_path_factory):
 
 def eagle_head(generation):
     third = generation == 3
-    network = dataclasses.replace(SIZES, num_layers=1, vocab_size=40 if third else 60)
+    network = networks.changed(SIZES, num_layers=1, vocab_size=40 if third else 60)
     config = EagleConfig(
         network=network,
         generation=generation,
@@ -81,7 +80,7 @@ HEADS = {
 
 
 def dflash_head():
-    network = dataclasses.replace(SIZES, num_layers=2, qk_norm=True)
+    network = networks.changed(SIZES, num_layers=2, qk_norm=True)
     spark = dspark.SparkConfig(6, "gated", confidence=True)
     config = dflash.DFlashConfig(network, (1, 3), 32, SIZES.vocab_size, 5, 9, spark=spark)
     return config, dflash.init_params(jax.random.key(1), config)

@@ -6,7 +6,7 @@ import pytest
 
 from jspec.checkpoints.loading import LoadedModel
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
+from tests import networks
 from training import distill
 from training.data.batch import Batch
 from training.data.packing import pack
@@ -15,7 +15,7 @@ from training.data.token_file import TokenFile
 from training.trainer.task import Ratio
 from training.util.command import parse
 
-SIZES = DecoderConfig(
+SIZES = networks.build(
     vocab_size=40,
     hidden_size=16,
     intermediate_size=24,

@@ -9,14 +9,15 @@ import pytest
 
 from jspec.core import trees
 from jspec.models import decoder
-from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.decoder import Decoder
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig
+from tests import networks
 from training.data.batch import Batch
 from training.networks.forward import Frozen
 from training.tasks.medusa import JointParams, MedusaRecipe, MedusaTask
 
-TARGET = DecoderConfig(
+TARGET = networks.build(
     vocab_size=40,
     hidden_size=32,
     intermediate_size=48,
@@ -139,7 +140,7 @@ def test_joint_training_moves_the_target_and_reports_its_own_loss(target, batch)
     )
     total = metrics["next_token_loss"] + 0.2 * metrics["heads_loss"]
     np.testing.assert_allclose(loss, total, rtol=1e-6)
-    assert float(jnp.abs(grads.target.layers[0].qkv).max()) > 1e-5
+    assert float(jnp.abs(grads.target.layers[0].mixer.qkv).max()) > 1e-5
     plain = 0.0
     for tokens, weights in documents(batch):
         chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)

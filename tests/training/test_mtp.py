@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints.heads import head_files
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.blocks.latent_attention import MlaConfig
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from jspec.models.blocks.mlp import GatedMlpParams
 from jspec.models.heads import eagle
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads, mtps
 from tests.training import texts
 from training.networks.forward import Frozen
@@ -85,17 +86,17 @@ def test_fresh_modules_pass_on_what_they_read():
 
 
 def test_heads_for_a_target_with_experts_have_plain_blocks():
-    target = dataclasses.replace(
+    target = networks.changed(
         TARGET,
         head_dim=20,
         num_kv_heads=4,
-        mla=MlaConfig(24, 20, 12, 8, 10),
-        moe=MoeConfig(8, 2, 16, 16),
+        mixer=LatentAttention(4, 24, 20, 12, 8, 10),
+        feed_forward=Experts(8, 2, 16, 16),
     )
     config = head_config(HeadSettings(capture_layers=(0, 1)), "eagle3", target)
     shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), config))
-    assert shapes.layers[0].qkv.shape == (2 * 32, (4 + 2 * 4) * 20)
-    assert not (shapes.layers[0].moe or shapes.layers[0].mla)
+    assert shapes.layers[0].mixer.qkv.shape == (2 * 32, (4 + 2 * 4) * 20)
+    assert isinstance(shapes.layers[0].feed_forward, GatedMlpParams)
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -107,7 +108,7 @@ def test_what_cannot_be_trained_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             MtpRecipe(**settings)
-    experts = dataclasses.replace(mtps.CONFIGS["raw"].network, moe=MoeConfig(4, 2, 8, 8))
+    experts = networks.changed(mtps.CONFIGS["raw"].network, feed_forward=Experts(4, 2, 8, 8))
     config = dataclasses.replace(mtps.CONFIGS["raw"], network=experts)
     with pytest.raises(ValueError, match="modules with experts cannot be trained"):
         MtpTask(config, TARGET, MtpRecipe())

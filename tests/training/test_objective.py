@@ -6,13 +6,13 @@ import pytest
 
 from jspec.core import trees
 from jspec.models import decoder
-from jspec.models.decoder import DecoderConfig
+from tests import networks
 from training.losses import chunks
 from training.networks import attention
 from training.networks.forward import head_of, hidden_states
 from training.networks.linear import LINEARS
 
-CONFIG = DecoderConfig(
+CONFIG = networks.build(
     vocab_size=50,
     hidden_size=32,
     intermediate_size=48,

@@ -13,10 +13,10 @@ from jspec.core.types import Params
 from jspec.drafters import ParallelEagle
 from jspec.engine import functional as host
 from jspec.models import decoder
-from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.decoder import Decoder
 from jspec.models.heads import eagle
 from jspec.models.heads.network import embed
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads, peagle, rounds
 from training.data.batch import Batch
 from training.losses import slots
@@ -26,7 +26,7 @@ from training.networks.forward import Frozen
 from training.tasks.draft import DraftRecipe, ParallelDraftTask
 from training.tasks.eagle_task import PARALLEL, ParallelEagleTask
 
-SIZES = DecoderConfig(
+SIZES = networks.build(
     vocab_size=40,
     hidden_size=32,
     intermediate_size=48,
@@ -36,11 +36,11 @@ SIZES = DecoderConfig(
     head_dim=8,
     max_positions=64,
 )
-DRAFT = dataclasses.replace(SIZES, num_layers=2, tie_embeddings=True)
+DRAFT = networks.changed(SIZES, num_layers=2, tie_embeddings=True)
 MASK, DEPTHS = 39, 3
 VOCABULARY = np.sort(np.random.default_rng(3).permutation(SIZES.vocab_size)[:25]).astype(np.int32)
 HEAD = eagle.EagleConfig(
-    dataclasses.replace(SIZES, num_layers=2, vocab_size=len(VOCABULARY)),
+    networks.changed(SIZES, num_layers=2, vocab_size=len(VOCABULARY)),
     3,
     (1, 2, 3),
     SIZES.hidden_size,
@@ -120,8 +120,8 @@ def test_guesses_attend_to_the_true_rows_up_to_their_anchor_and_to_their_own_mas
     q, k, v = (rng.normal(size=(1, h, count, 4)).astype(np.float32) for h in (4, 2, 2))
     anchors, depths = np.asarray(chosen.anchors)[0], chosen.depths
     for window in (None, 3):
-        attend = slots.attend_to(chosen, jnp.asarray(segments), (window,))
-        got = jax.jit(functools.partial(attend, 0))(q, k, v)
+        attend = slots.attend_to(chosen, jnp.asarray(segments))
+        got = jax.jit(functools.partial(attend, 0, window=window))(q, k, v)
         true = depths == 0
         age = (anchors + depths)[:, None] - (anchors + depths)
         seen = true & (anchors <= anchors[:, None])
@@ -303,7 +303,7 @@ def test_a_trained_head_guesses_several_tokens_that_the_serving_loop_accepts():
         ),
         (
             lambda: ParallelDraftTask(
-                dataclasses.replace(DRAFT, windows=(None, 5)), SIZES, DraftRecipe()
+                networks.changed(DRAFT, windows=(None, 5)), SIZES, DraftRecipe()
             ),
             "--depths 8 does not work; the network has a sliding window of 5",
         ),

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.models.blocks.experts import MoeConfig
+from jspec.models.blocks.experts import Experts
 from jspec.models.heads import hydra
-from tests import tiny
+from tests import networks, tiny
 from tests.drafters import heads, hydras, speculators
 from tests.drafters.test_hydra import reference_of as hydra_in_torch
 from tests.drafters.test_mlp_speculator import reference_of as speculator_in_torch
@@ -111,6 +111,6 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match="--stage-decay -1"):
         StagesRecipe(stage_decay=-1)
     config = hydras.CONFIGS["prefix"]
-    experts = dataclasses.replace(config.network, moe=MoeConfig(4, 2, 8, 8))
+    experts = networks.changed(config.network, feed_forward=Experts(4, 2, 8, 8))
     with pytest.raises(ValueError, match=r"experts, .*--variant hydra"):
         StagesTask(dataclasses.replace(config, network=experts), TARGET, StagesRecipe())

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
-from jspec.models.attend import Attend
+from jspec.models.blocks.attend import Attend
 from training.losses.guesses import Rows
 from training.networks.attention import causal
 from training.trainer.task import drawing_key
@@ -100,19 +100,19 @@ def choose(
     return Slots(anchors, depths, judges, weight)
 
 
-def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = ()) -> Attend:
+def attend_to(slots: Slots, segments: Array) -> Attend:
     """Return the attention of all guesses [B, H, M, D], for ``decoder.trunk``.
 
-    ``segments`` int32 [B, T] are the documents of the rows, ``windows`` the sliding window of each
-    layer, which must be at least as wide as a draft is long; () for none.
+    ``segments`` int32 [B, T] are the documents of the rows. A layer's sliding window must be at
+    least as wide as a draft is long.
     """
     counts = np.bincount(slots.depths)
     cuts = np.cumsum(counts)[:-1]
     anchors = jnp.split(slots.anchors, cuts, axis=1)
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+        del layer
         queries, keys, values = (jnp.split(x, cuts, axis=2) for x in (q, k, v))
-        window = windows[layer] if windows else None
         mixed = [causal(queries[0], keys[0], values[0], segments=segments, window=window)]
         for depth, count in enumerate(counts[1:], 1):
             # The rows of a depth are the first ones of every smaller depth but 0.

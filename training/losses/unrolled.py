@@ -56,7 +56,6 @@ def unroll(
     *,
     steps: int,
     layers: int,
-    windows: tuple[int | None, ...] = (),
     through_steps: bool,
     remat: bool,
 ) -> list[Array]:
@@ -68,9 +67,8 @@ def unroll(
 
     ``run`` maps (step, params, tokens [B, T, D], features, positions, attend) to outputs.
     ``embedded`` [B, T + 1, D] are the tokens of the window, ``features`` are [B, T, D]. ``layers``
-    counts those with keys of their own, ``windows`` are their sliding windows; () for none.
-    Without ``through_steps`` no gradient flows from a step into the one before. ``remat`` computes
-    a step again in the backward pass.
+    counts those with keys of their own. Without ``through_steps`` no gradient flows from a step
+    into the one before. ``remat`` computes a step again in the backward pass.
     """
     length = features.shape[1]
     segments, positions = batch.segments[:, :length], batch.positions[:, :length]
@@ -78,10 +76,9 @@ def unroll(
     def step_of(step: int, params, tokens: Array, features: Array, entries):
         entries = [list(layer) for layer in entries]  # keys and values of all steps
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
             entries[layer].append((k, v))
             (keys, values), *later = entries[layer]
-            window = windows[layer] if windows else None
             return causal(q, keys, values, segments=segments, window=window, later=later)
 
         return run(step, params, tokens, features, positions + step, attend), entries

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
-from jspec.models.attend import Attend
+from jspec.models.blocks.attend import Attend
 
 QUERY_BLOCK = 128  # queries whose scores exist at a time
 MASKED = -1e30  # the exponential of this score is 0; finite, so rows without keys give no NaN
 
 
-def attend_within(segments: Array | None, windows: tuple[int | None, ...] = ()) -> Attend:
+def attend_within(segments: Array | None) -> Attend:
     """Return causal attention inside ``segments`` int32 [B, T], for ``decoder.trunk``.
 
-    None stands for one segment a row. ``windows`` are the layers' sliding windows; () for none.
+    None stands for one segment a row.
     """
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        window = windows[layer] if windows else None
+    def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+        del layer
         return causal(q, k, v, segments=segments, window=window)
 
     return attend

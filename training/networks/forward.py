@@ -29,7 +29,7 @@ def hidden_states(
     """Return normed last hidden states [B, T, D] of tokens [B, T], each row one document."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params, config, tokens)
-    attend = attend_within(None, config.windows)
+    attend = attend_within(None)
     x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute], remat=remat)
     return config.norm(x, params.norm)
 
@@ -52,7 +52,7 @@ def packed_states(
         config,
         decoder.embed(params, config, batch.tokens),
         batch.positions,
-        attend_within(batch.segments, config.windows),
+        attend_within(batch.segments),
         linear=LINEARS[compute],
         capture_layers=capture_layers,
         remat=remat,

@@ -164,8 +164,7 @@ def _hidden(
         entries = dflash.inject(params, config, context, batch.positions, linear=linear)
         table = frozen.target.embedding if params.embedding is None else params.embedding
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            windows = config.network.windows
+        def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
             return over_context(
                 q,
                 k,
@@ -175,7 +174,7 @@ def _hidden(
                 blocks.anchors,
                 batch.segments,
                 causal=dflash.is_causal(config, layer),
-                window=windows[layer] if windows else None,
+                window=window,
             )
 
         embedded = table[tokens].astype(context.dtype)

@@ -158,7 +158,7 @@ class ParallelDraftTask(DraftTask):
             self.draft,
             decoder.embed(params, self.draft, tokens),
             slots.of_anchors(batch.positions) + slots.depths,
-            attend_to(slots, segments, self.draft.windows),
+            attend_to(slots, segments),
             linear=LINEARS[self.compute],
             remat=self.remat,
         )
@@ -270,16 +270,14 @@ def initial_model(
     if not all(0 <= layer < layers for layer in picked) or list(picked) != sorted(set(picked)):
         remedy = f"name ascending ones of the target's {layers}, from 0 on"
         raise bad_option("draft_layers", picked, remedy)
-    if target.config.moe is not None:
+    if target.config.has_experts:
         remedy = "layers with experts cannot be trained; give a --draft of plain blocks"
         raise bad_option("draft_layers", picked, remedy)
-    windows = target.config.windows
     config = dataclasses.replace(
         target.config,
-        num_layers=len(picked),
+        layers=tuple(target.config.layers[layer] for layer in picked),
         cache_dtype="float32",
         activation_dtype="float32",
-        windows=tuple(windows[layer] for layer in picked) if windows else (),
     )
     params = target.params.replace(layers=tuple(target.params.layers[layer] for layer in picked))
     return config, params, checkpoint.hf_config(config)

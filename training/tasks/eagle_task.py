@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 from jspec.core.types import Array
-from jspec.models.blocks.norms import rms_norm
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
@@ -166,7 +165,6 @@ class EagleTask:
             batch,
             steps=recipe.unroll,
             layers=len(params.layers),
-            windows=config.network.windows,
             through_steps=recipe.through_steps,
             remat=self.remat,
         )
@@ -219,7 +217,7 @@ class ParallelEagleTask(EagleTask):
         tokens = jnp.pad(
             batch.tokens[:, 1:], ((0, 0), (0, count - length)), constant_values=config.mask_token_id
         )
-        attend = attend_to(slots, batch.segments[:, :length], config.network.windows)
+        attend = attend_to(slots, batch.segments[:, :length])
         positions = slots.of_anchors(batch.positions) + slots.depths
         run = lambda params, embedded, features: eagle.blocks(
             params, config, embedded, features, positions, attend, linear=linear
@@ -299,7 +297,7 @@ def normed_output(config: EagleConfig, params: EagleParams, x: Array) -> Array:
     """Return the input of the output matrix."""
     if params.norm is None or config.norm_output:
         return x
-    return rms_norm(x, params.norm, config.network.norm_eps)
+    return config.network.norm(x, params.norm)
 
 
 def distance(recipe: Recipe, log_p: Array, log_q: Array) -> Array:

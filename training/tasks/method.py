@@ -14,7 +14,9 @@ from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads.base import HeadConfig
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array, Drafter
-from jspec.models.decoder import DecoderConfig
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import DecoderConfig, Layer
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
 from training.export import check, layout_of
@@ -25,6 +27,7 @@ from training.trainer import TrainerSettings
 from training.trainer.task import Task
 from training.util.digests import weights_digest
 from training.util.errors import bad_option, check_each, check_least, refuse_idle
+from training.util.stored_layers import config_record
 
 Options = type["DistillSettings"]
 
@@ -300,16 +303,23 @@ def capture_layers(
 
 def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) -> DecoderConfig:
     """Return the sizes of a head's blocks, given its options; other sizes are the target's."""
+    theirs = target.layers[0]
+    layer = Layer(
+        mixer=Attention(
+            theirs.mixer.num_heads,
+            theirs.mixer.num_kv_heads,
+            theirs.mixer.head_dim,
+            theirs.mixer.rope,
+            qk_norm=target.norm if qk_norm else None,
+        ),
+        feed_forward=GatedMlp(head.intermediate_size or theirs.feed_forward.dense_size),
+        norm=target.norm,
+    )
     return dataclasses.replace(
-        target.with_plain_blocks(),
+        target,
         vocab_size=draft_vocab(head.draft_vocab_size, target),
-        num_layers=layers,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=qk_norm,
+        layers=(layer,) * layers,
         tie_embeddings=False,
-        intermediate_size=head.intermediate_size or target.intermediate_size,
         activation_dtype="float32",
         cache_dtype="float32",
     )
@@ -343,4 +353,5 @@ def float32(tree: Any) -> Any:
 
 def described(config: Any, start: Any | None) -> str:
     """Return the sizes and a hash of the initial weights, which identify a run."""
-    return repr(config) if start is None else f"{config!r} from {weights_digest(start)}"
+    record = config_record(config)
+    return record if start is None else f"{record} from {weights_digest(start)}"

@@ -78,7 +78,7 @@ class MtpTask:
     remat: bool = False
 
     def __post_init__(self):
-        if self.modules.network.moe is not None:
+        if self.modules.network.has_experts:
             raise ValueError(
                 "modules with experts cannot be trained; those of DeepSeek-V3 and GLM-4.5 draft as "
                 "they were published"
@@ -108,7 +108,7 @@ class MtpTask:
                 tokens,
                 features,
                 positions,
-                lambda _, q, k, v: attend(module, q, k, v),
+                lambda _, q, k, v, window: attend(module, q, k, v, window),
                 linear=linear,
             )
 

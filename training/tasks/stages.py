@@ -73,7 +73,7 @@ class StagesTask:
     remat: bool = False
 
     def __post_init__(self):
-        if self._prefix is not None and self._prefix.moe is not None:
+        if self._prefix is not None and self._prefix.has_experts:
             raise ValueError(
                 "a prefix layer like the target's has experts, which cannot be trained; take heads "
                 "without one (--variant hydra)"
@@ -131,7 +131,7 @@ class StagesTask:
             self._prefix,
             hidden,
             batch.positions[:, :-1],
-            attend_within(batch.segments[:, :-1], self._prefix.windows),
+            attend_within(batch.segments[:, :-1]),
             linear=LINEARS[self.compute],
             capture_layers=(1,),
             remat=self.remat,

@@ -19,6 +19,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from training.trainer.programs import TrainState
 from training.util.digests import tree_digest
 from training.util.errors import TrainingError
+from training.util.stored_layers import from_stored, to_stored
 
 # Files of every whole checkpoint. Orbax deletes files in any order, and never one that lacks these.
 _MARKS = ("_CHECKPOINT_METADATA", "metrics/metrics")
@@ -89,7 +90,7 @@ class Checkpoints:
         """
         digests = {"state": tree_digest(state), "record": _record_digest(record, batches)}
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
+            state=ocp.args.StandardSave(to_stored(state)),
             record=ocp.args.JsonSave(record | {_DIGESTS: digests}),
             batches=grain.checkpoint.CheckpointSave(batches),
         )
@@ -123,7 +124,7 @@ class Checkpoints:
         """Return state and record of a checkpoint, and read ``more`` parts of it."""
         read = self._read(
             step,
-            state=ocp.args.StandardRestore(layout),
+            state=ocp.args.StandardRestore(to_stored(layout)),
             record=ocp.args.JsonRestore(),
             **more,
         )
@@ -131,7 +132,7 @@ class Checkpoints:
         digest = read["record"].get(_DIGESTS, {}).get("state")
         if digest not in (None, tree_digest(read["state"])):
             raise self._damaged(step, "its values are not those that were saved")
-        return read["state"], read["record"]
+        return from_stored(read["state"]), read["record"]
 
     def _read(self, step: int, **parts: Any) -> Any:
         try:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
+from training.util.stored_layers import to_stored
 
 _GOLDEN = 0x9E3779B9  # 2^32 divided by the golden ratio
 
@@ -51,7 +52,7 @@ def _rounded_total(leaf: Array) -> Array:
 def tree_digest(tree: Any, total: Callable[[Array], Array] = _total) -> str:
     """Return a hash of all arrays of ``tree``; ``total`` is the function above, compiled."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
+    for leaf in jax.tree.leaves(to_stored(tree)):
         digest.update(f"{leaf.shape} {int(total(leaf))};".encode())
     return digest.hexdigest()[:16]
 
@@ -63,7 +64,7 @@ def weights_digest(params: Any) -> str:
     the first; see ``same_weights``.
     """
     rows = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
+    for leaf in jax.tree.leaves(to_stored(params)):
         row = leaf[(0,) * max(leaf.ndim - 1, 0)]
         rows.update(np.asarray(row.astype(jnp.bfloat16)).tobytes())
     return f"sha256 {rows.hexdigest()[:16]}, all {tree_digest(params, _rounded_total)}"

@@ -4,6 +4,10 @@ A new family is one file here and its name in ``_MODULES``. Functions raise Valu
 are missing, malformed, contradictory or not supported, and for decoders that no family can express.
 """
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 from jspec.checkpoints.families import (
     common,
     deepseek_v3,
@@ -51,10 +55,10 @@ def describe(config: DecoderConfig) -> dict:
     """Return a config.json for ``config``, of the first family that can express it."""
     losses = []
     for family in FAMILIES.values():
-        raw = family.write(config)
         try:
+            raw = family.write(config)
             again = family.read(raw)
-        except ValueError:  # it needs sizes that this decoder lacks
+        except ValueError:  # its layers are of another kind, or lack sizes that it needs
             losses.append(f"{family.model_type} is another kind of network")
             continue
         changed = different_fields(config, again)
@@ -65,7 +69,24 @@ def describe(config: DecoderConfig) -> dict:
 
 
 def different_fields(one: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """Return the names of the fields that differ, without the machine's working dtypes."""
+    """Return the names of the fields that differ, without the machine's working dtypes.
+
+    For layers, those are fields of their parts.
+    """
     machine = ("cache_dtype", "activation_dtype")
-    differing = [name for name, value in vars(one).items() if vars(other)[name] != value]
-    return [name for name in differing if name not in machine]
+    return [name for name in dict.fromkeys(_different(one, other)) if name not in machine]
+
+
+def _different(one: Any, other: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of the fields in which two configs differ, innermost ones."""
+    if one == other:
+        return
+    if type(one) is not type(other) or not dataclasses.is_dataclass(one):
+        pairs = list(zip(one, other, strict=False)) if name == "layers" else []
+        if not pairs or len(one) != len(other):
+            yield name
+        for pair in pairs:
+            yield from _different(*pair, "layer")
+        return
+    for field, value in vars(one).items():
+        yield from _different(value, vars(other)[field], field)

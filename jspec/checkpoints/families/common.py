@@ -2,10 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jspec.checkpoints.families import scaling
 from jspec.checkpoints.families.names import Entry, llama_table
-from jspec.models.decoder import DecoderConfig
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.block import FeedForward, Mixer
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.blocks.norms import RmsNorm
+from jspec.models.decoder import DecoderConfig, Layer
 from jspec.util.messages import shown
 from jspec.util.values import INT32
 
@@ -20,94 +25,72 @@ class Family:
       defaults: transformers' values for keys that config.json leaves out.
       neutral: the keys that jspec does not implement, and their values without an effect; None for
         a key that this family implements and others do not.
-      special: returns the fields of DecoderConfig that are particular to the family.
-      describe: the inverse of ``special``.
+      layers: returns the layers of a config.json with defaults filled in.
+      describe: returns the keys of ``layers`` that are particular to the family; it raises
+        ValueError for layers of another kind.
       table: returns the entries of a decoder.
-      partly_rotated: whether ``partial_rotary_factor`` may differ from 1.
     """
 
     model_type: str
     architecture: str
     defaults: dict
     neutral: dict
-    special: Callable[[dict], dict]
+    layers: Callable[[dict], tuple[Layer, ...]]
     describe: Callable[[DecoderConfig], dict]
     table: Callable[[DecoderConfig], tuple[Entry, ...]] = llama_table
-    partly_rotated: bool = False
 
     def read(self, raw: dict) -> DecoderConfig:
         """Return the decoder that a config.json describes."""
         raw = self.defaults | raw
         _refuse(raw, _NEUTRAL | self.neutral)
-        sizes = {field: whole(raw, key) for key, field in SIZES.items()}
-        heads = sizes["num_heads"]
-        kv_heads = whole_or(raw, "num_key_value_heads", heads)
-        head_dim = whole_or(raw, "head_dim", sizes["hidden_size"] // heads)
-        if heads % kv_heads or head_dim % 2 or head_dim < 2:
-            raise ValueError(
-                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
-                f"({kv_heads}), and head_dim ({head_dim}) even"
-            )
+        for key in SIZES:
+            whole(raw, key)
         whole(raw, "max_position_embeddings")
         if raw.get("num_nextn_predict_layers") is not None:  # MTP modules in the same files
             whole(raw, "num_nextn_predict_layers", least=0)
-        sizes |= {
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "norm_eps": scaling.positive("rms_norm_eps", raw["rms_norm_eps"]),
-            "tie_embeddings": flag(raw, "tie_word_embeddings"),
-            "rotary_dim": self._rotary_dim(raw, head_dim),
-        }
-        sizes |= self.special(raw)
-        latent = sizes.get("mla")
-        rotated = latent.rope_dim if latent else sizes["rotary_dim"] or sizes["head_dim"]
-        rope, max_positions = scaling.read(raw, rotated)
-        return DecoderConfig(rope=rope, max_positions=max_positions, **sizes)
-
-    def _rotary_dim(self, raw: dict, head_dim: int) -> int | None:
-        """Return the number of rotated features of a head; None for all."""
-        factors = [keys.get("partial_rotary_factor") for keys in (scaling.merged(raw), raw)]
-        factor = next((value for value in factors if value is not None), 1)
-        if factor == 1:
-            return None
-        if not self.partly_rotated:
-            raise ValueError("partial_rotary_factor other than 1 is not supported")
-        size = int(head_dim * scaling.positive("partial_rotary_factor", factor))
-        if size % 2 or not 2 <= size <= head_dim:
-            raise ValueError(
-                f"partial_rotary_factor={shown(factor)} of head_dim {head_dim} rotates {size} "
-                "features, but they must be an even number of them"
-            )
-        return None if size == head_dim else size
+        layers = self.layers(raw)
+        return DecoderConfig(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            layers=layers,
+            max_positions=scaling.read(raw, layers[0].mixer.rotation[1])[1],
+            norm=norm(raw),
+            tie_embeddings=flag(raw, "tie_word_embeddings"),
+        )
 
     def write(self, config: DecoderConfig) -> dict:
         """Return a config.json for ``config``; ``read`` it again to check that it is complete."""
+        mixer = config.layers[0].mixer
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{key: vars(config)[field] for key, field in SIZES.items()},
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.layers[0].feed_forward.dense_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": mixer.num_heads,
+            "num_key_value_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
+            "rms_norm_eps": config.norm.eps,
             "tie_word_embeddings": config.tie_embeddings,
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-            **scaling.write(config.rope, config.max_positions),
+            **scaling.write(mixer.rope, config.max_positions),
             **self.describe(config),
         }
 
 
-# Keys and fields of ``DecoderConfig``. Without defaults: a config.json without them is damaged.
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-}
+# Without defaults: a config.json without them is damaged.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 SHARED_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -140,6 +123,84 @@ _NEUTRAL = {
     **dict.fromkeys(("num_experts", "num_local_experts"), (None, 0)),
     "partial_rotary_factor": (None, 1),
 }
+
+
+def norm(raw: dict) -> RmsNorm:
+    """Return the norm of a config.json."""
+    return RmsNorm(scaling.positive("rms_norm_eps", raw["rms_norm_eps"]))
+
+
+def attention(raw: dict, *, partly_rotated: bool = False, **switches: Any) -> Attention:
+    """Return the attention of a config.json; ``switches`` are further fields of it.
+
+    ``partly_rotated`` allows a ``partial_rotary_factor`` other than 1.
+    """
+    num_heads, num_kv_heads, head_dim = heads(raw)
+    rotary_dim = rotated_size(raw, head_dim, partly_rotated)
+    rope = scaling.read(raw, rotary_dim or head_dim)[0]
+    return Attention(num_heads, num_kv_heads, head_dim, rope, rotary_dim, **switches)
+
+
+def heads(raw: dict) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of key heads, and the width of a head."""
+    heads = whole(raw, "num_attention_heads")
+    kv_heads = whole_or(raw, "num_key_value_heads", heads)
+    head_dim = whole_or(raw, "head_dim", whole(raw, "hidden_size") // heads)
+    if heads % kv_heads or head_dim % 2 or head_dim < 2:
+        raise ValueError(
+            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+            f"({kv_heads}), and head_dim ({head_dim}) even"
+        )
+    return heads, kv_heads, head_dim
+
+
+def rotated_size(raw: dict, head_dim: int, partly_rotated: bool = False) -> int | None:
+    """Return the number of rotated features of a head; None for all."""
+    factors = [keys.get("partial_rotary_factor") for keys in (scaling.merged(raw), raw)]
+    factor = next((value for value in factors if value is not None), 1)
+    if factor == 1:
+        return None
+    if not partly_rotated:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    size = int(head_dim * scaling.positive("partial_rotary_factor", factor))
+    if size % 2 or not 2 <= size <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor={shown(factor)} of head_dim {head_dim} rotates {size} "
+            "features, but they must be an even number of them"
+        )
+    return None if size == head_dim else size
+
+
+def alike(
+    raw: dict, mixer: Mixer, feed_forward: FeedForward, windows: Sequence[int | None] = ()
+) -> tuple[Layer, ...]:
+    """Return as many equal layers as a config.json states, with a window for each."""
+    windows = windows or (None,) * whole(raw, "num_hidden_layers")
+    mixers = {None: mixer}
+    for size in set(windows) - {None}:
+        mixers[size] = dataclasses.replace(mixer, window=size)
+    return tuple(Layer(mixers[size], feed_forward, norm(raw)) for size in windows)
+
+
+def mlp(raw: dict, bias: bool = False) -> GatedMlp:
+    """Return the MLP of a config.json."""
+    return GatedMlp(whole(raw, "intermediate_size"), bias)
+
+
+def attention_of(config: DecoderConfig) -> Attention:
+    """Return the attention of the first layer, for ``Family.describe``; see there."""
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, Attention):
+        raise ValueError(f"its layers have {mixer.title}")
+    return mixer
+
+
+def mlp_of(config: DecoderConfig) -> GatedMlp:
+    """Return the MLP of the first layer, for ``Family.describe``; see there."""
+    feed_forward = config.layers[0].feed_forward
+    if not isinstance(feed_forward, GatedMlp):
+        raise ValueError(f"its layers have {feed_forward.title}")
+    return feed_forward
 
 
 def whole(raw: dict, key: str, least: int = 1) -> int:
@@ -193,7 +254,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def windows(raw: dict) -> tuple[int | None, ...]:
-    """Return the sliding window of every layer from Qwen's four keys."""
+    """Return the sliding window of every layer from Qwen's four keys; () for none."""
     count = whole(raw, "num_hidden_layers")
     sliding = raw["sliding_window"] is not None and flag(raw, "use_sliding_window")
     kinds = raw["layer_types"]
@@ -219,12 +280,11 @@ def windows(raw: dict) -> tuple[int | None, ...]:
 
 def describe_windows(config: DecoderConfig) -> dict:
     """Return the inverse of ``windows``; it keeps one size for all layers."""
-    per_layer = config.windows or (None,) * config.num_layers
-    sizes = [size for size in per_layer if size is not None]
+    sizes = [size for size in config.windows if size is not None]
     return {
         "use_sliding_window": bool(sizes),
         "sliding_window": sizes[0] if sizes else None,
-        "layer_types": [_KINDS[size is not None] for size in per_layer],
+        "layer_types": [_KINDS[size is not None] for size in config.windows],
         "max_window_layers": config.num_layers,  # layer_types decides in new readers
     }
 

@@ -1,11 +1,13 @@
 """Mixtures of experts in config.json, in the keys of DeepSeek-V3 and GLM-4.5."""
 
+from jspec.checkpoints.families import common
 from jspec.checkpoints.families.common import flag, whole
 from jspec.checkpoints.families.scaling import positive
-from jspec.models.blocks.experts import MoeConfig
-from jspec.models.decoder import DecoderConfig
+from jspec.models.blocks.block import Mixer
+from jspec.models.blocks.experts import Experts
+from jspec.models.decoder import DecoderConfig, Layer
 
-# Keys that would change the computation, and the values that ``read`` assumes.
+# Keys that would change the computation, and the values that ``after_dense`` assumes.
 NEUTRAL = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
@@ -31,31 +33,33 @@ _SIZES = {
 }
 
 
-def read(raw: dict) -> MoeConfig:
-    """Return the experts of a config.json with defaults filled in."""
+def after_dense(raw: dict, mixer: Mixer) -> tuple[Layer, ...]:
+    """Return the layers of a config.json: plain MLPs in the first ones, experts in the others."""
     sizes = {field: whole(raw, key) for key, field in _SIZES.items()}
     try:
-        return MoeConfig(
+        experts = Experts(
             **sizes,
             shared_size=sizes["intermediate_size"] * whole(raw, "n_shared_experts"),
-            first_dense=whole(raw, "first_k_dense_replace", least=0),
             normalise=flag(raw, "norm_topk_prob"),
             scale=positive("routed_scaling_factor", raw["routed_scaling_factor"]),
         )
     except ValueError as error:
         raise ValueError(f"experts: {error}") from None
+    dense = whole(raw, "first_k_dense_replace", least=0)
+    plain = common.alike(raw, mixer, common.mlp(raw))
+    return plain[:dense] + common.alike(raw, mixer, experts)[dense:]
 
 
 def describe(config: DecoderConfig) -> dict:
-    """Return the inverse of ``read``, or {} for a decoder without experts."""
-    moe = config.moe
-    if moe is None:
-        return {}
+    """Return the inverse of ``after_dense``."""
+    kinds = [layer.feed_forward for layer in config.layers]
+    unused = Experts(2, 1, 1, 1)  # A model of plain MLPs must state sizes of experts too.
+    first = next((kind for kind in kinds if isinstance(kind, Experts)), unused)
     return {
         "num_nextn_predict_layers": 0,  # transformers assumes one
-        **{key: vars(moe)[field] for key, field in _SIZES.items()},
-        "n_shared_experts": max(moe.shared_size // moe.intermediate_size, 1),
-        "first_k_dense_replace": moe.first_dense,
-        "norm_topk_prob": moe.normalise,
-        "routed_scaling_factor": moe.scale,
+        **{key: vars(first)[field] for key, field in _SIZES.items()},
+        "n_shared_experts": max(first.shared_size // first.intermediate_size, 1),
+        "first_k_dense_replace": [*kinds, first].index(first),
+        "norm_topk_prob": first.normalise,
+        "routed_scaling_factor": first.scale,
     }

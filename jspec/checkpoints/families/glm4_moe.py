@@ -1,24 +1,27 @@
 """GLM-4.5: DeepSeek's experts, and attention that rotates half of each head."""
 
-from jspec.checkpoints.families import experts, scaling
+from jspec.checkpoints.families import common, experts, scaling
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag
-from jspec.models.decoder import DecoderConfig
+from jspec.models.decoder import DecoderConfig, Layer
 
 
-def _special(raw: dict) -> dict:
-    return {
-        "qkv_bias": flag(raw, "attention_bias"),
-        "qk_norm": flag(raw, "use_qk_norm"),
-        "moe": experts.read(raw),
-    }
+def _layers(raw: dict) -> tuple[Layer, ...]:
+    mixer = common.attention(
+        raw,
+        partly_rotated=True,
+        qkv_bias=flag(raw, "attention_bias"),
+        qk_norm=common.norm(raw) if flag(raw, "use_qk_norm") else None,
+    )
+    return experts.after_dense(raw, mixer)
 
 
 def _describe(config: DecoderConfig) -> dict:
-    share = (config.rotary_dim or config.head_dim) / config.head_dim
-    rope = scaling.write(config.rope, config.max_positions)
+    mixer = common.attention_of(config)
+    share = (mixer.rotary_dim or mixer.head_dim) / mixer.head_dim
+    rope = scaling.write(mixer.rope, config.max_positions)
     return {
-        "attention_bias": config.qkv_bias,
-        "use_qk_norm": config.qk_norm,
+        "attention_bias": mixer.qkv_bias,
+        "use_qk_norm": mixer.qk_norm is not None,
         "partial_rotary_factor": share,
         "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": share},
         **experts.describe(config),
@@ -33,7 +36,6 @@ FAMILY = Family(
     | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
     | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     neutral=experts.NEUTRAL | {"partial_rotary_factor": None, "sliding_window": (None,)},
-    special=_special,
+    layers=_layers,
     describe=_describe,
-    partly_rotated=True,
 )

@@ -7,7 +7,7 @@ joined in one matrix and gate, up in another.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,41 +16,17 @@ import numpy as np
 
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_array
-from jspec.models.blocks.experts import MoeParams
-from jspec.models.blocks.latent_attention import MlaParams
-from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
+from jspec.models.blocks.tensors import Tensor
+from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams, init_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # files of tied models may repeat the embedding under this name
 HARMLESS = ("rotary_emb.inv_freq",)  # ends of the names of buffers that the config determines
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_OUTPUT = ("self_attn.o_proj",)
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_DOWN = ("mlp.down_proj",)
-_OF_BLOCKS = [("layers", field) for field in ("qkv", "output", "gate_up", "down")]  # matrices
-
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One array of the params, and the tensors of the file that make it up.
-
-    Attributes:
-      path: the fields, and the indices in tuples, that lead to the array.
-      names: names of the tensors. They are joined along their first stored axis (the outputs),
-        which is the last axis in memory.
-      shapes: shapes as stored, [out, in].
-      transpose: whether the array is stored transposed.
-      stack: number of such arrays along a new first axis; None for a single one without it.
-      float32: whether the array is float32 regardless of the dtype of the others.
-    """
-
-    path: tuple[str | int, ...]
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    transpose: bool = False
-    stack: int | None = None
-    float32: bool = False
+class Entry(Tensor):
+    """One array of the params, with the whole names of its tensors; see ``Tensor``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +71,7 @@ class Entry:
     def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array | Weight:
         """Return the array on the device, laid out as the device multiplies fastest."""
         is_faster = jax.default_backend() == "cpu" and self.dtype(dtype) == jnp.bfloat16
-        if is_faster and (self.path[0], *self.path[2:]) in _OF_BLOCKS:
+        if is_faster and self.by_linear:
             stored = dataclasses.replace(self, transpose=False).join(tensors, dtype)
             return Transposed(jnp.asarray(stored))
         return jnp.asarray(self.join(tensors, dtype))
@@ -155,91 +131,27 @@ def block_table(
     ``inputs`` is the input width of its attention, None for ``hidden_size``. ``input_norm`` says
     whether the block norms that input.
     """
-    hidden, entry = config.hidden_size, functools.partial(_entry, ("layers", layer), prefix)
-    entries = [entry("attention_norm", ("input_layernorm",), (hidden,))] if input_norm else []
-    entries += _latent_table(config, entry) if config.mla else _qkv_table(config, entry, inputs)
-    entries += [
-        entry("output", _OUTPUT, (hidden,), config.mixed_size),
-        entry("mlp_norm", ("post_attention_layernorm",), (hidden,)),
-    ]
-    if config.output_bias:
-        entries.append(entry("output_bias", _OUTPUT, (hidden,), kind="bias"))
-    if config.has_experts(layer):
-        return entries + _experts_table(config, ("layers", layer), prefix)
-    wide = config.intermediate_size
-    entries += [
-        entry("gate_up", _GATE_UP, (wide, wide), hidden),
-        entry("down", _DOWN, (hidden,), wide),
-    ]
-    if config.mlp_bias:
-        entries.append(entry("gate_up_bias", _GATE_UP, (wide, wide), kind="bias"))
-        entries.append(entry("down_bias", _DOWN, (hidden,), kind="bias"))
-    return entries
-
-
-def _entry(owner, prefix, field, modules, sizes, inputs=None, kind="weight", **options) -> Entry:
-    """Return the entry of matrices with ``inputs`` columns as stored, or of vectors if None."""
-    names = tuple(f"{prefix}.{module}.{kind}" for module in modules)
-    shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
-    path = (*owner, *field.split("."))
-    return Entry(path, names, shapes, **{"transpose": inputs is not None} | options)
-
-
-def _qkv_table(config: DecoderConfig, entry, inputs: int | None) -> list[Entry]:
-    """Return the entries of multi-head attention, without its output."""
-    q_size, kv_size = config.qkv_sizes
-    sizes, head_dim = (q_size, kv_size, kv_size), config.head_dim
-    entries = [entry("qkv", _QKV, sizes, inputs or config.hidden_size)]
-    if config.qkv_bias:
-        entries.append(entry("qkv_bias", _QKV, sizes, kind="bias"))
-    if config.qk_norm:
-        entries.append(entry("q_norm", ("self_attn.q_norm",), (head_dim,)))
-        entries.append(entry("k_norm", ("self_attn.k_norm",), (head_dim,)))
-    return entries
-
-
-def _latent_table(config: DecoderConfig, entry) -> list[Entry]:
-    """Return the entries of latent attention, without its output."""
-    mla, hidden = config.mla, config.hidden_size
-    at = lambda *parts: tuple(f"self_attn.{part}" for part in parts)
-    queries = config.num_heads * mla.head_dim
-    if mla.q_rank:
-        down = at("q_a_proj", "kv_a_proj_with_mqa")
-        entries = [
-            entry("mla.down", down, (mla.q_rank, mla.width), hidden),
-            entry("mla.q_norm", at("q_a_layernorm"), (mla.q_rank,)),
-            entry("mla.q_up", at("q_b_proj"), (queries,), mla.q_rank),
-        ]
-    else:
-        entries = [
-            entry("mla.down", at("kv_a_proj_with_mqa"), (mla.width,), hidden),
-            entry("mla.q_up", at("q_proj"), (queries,), hidden),
-        ]
-    up = config.num_heads * (mla.nope_dim + mla.value_dim)
+    hidden, kind = config.hidden_size, config.layers[layer]
+    mixer = kind.mixer.tensors(hidden, inputs)
+    # Files have this bias behind the second norm.
+    late = [tensor for tensor in mixer if tensor.path == ("output_bias",)]
+    before, after = "input_layernorm.weight", "post_attention_layernorm.weight"
+    path = ("layers", layer)
+    first = [vector((*path, "mixer_norm"), f"{prefix}.{before}", hidden)] if input_norm else []
     return [
-        *entries,
-        entry("mla.kv_norm", at("kv_a_layernorm"), (mla.kv_rank,)),
-        entry("mla.kv_up", at("kv_b_proj"), (up,), mla.kv_rank, transpose=False),
+        *first,
+        *_below((*path, "mixer"), prefix, [tensor for tensor in mixer if tensor not in late]),
+        vector((*path, "feed_forward_norm"), f"{prefix}.{after}", hidden),
+        *_below((*path, "mixer"), prefix, late),
+        *_below((*path, "feed_forward"), prefix, kind.feed_forward.tensors(hidden)),
     ]
 
 
-def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entry]:
-    """Return the entries of a mixture of experts."""
-    moe, hidden, entry = config.moe, config.hidden_size, functools.partial(_entry, path, prefix)
-    wide, count, shared = moe.intermediate_size, moe.num_experts, "mlp.shared_experts"
-    experts = [f"mlp.experts.{index}" for index in range(count)]
-    gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
-    down = [f"{expert}.down_proj" for expert in experts]
-    shared_gate_up = (f"{shared}.gate_proj", f"{shared}.up_proj")
-    bias = "e_score_correction_bias"
-    return [
-        entry("moe.router", ("mlp.gate",), (count,), hidden),
-        entry("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count),
-        entry("moe.down", down, (hidden,) * count, wide, stack=count),
-        entry("gate_up", shared_gate_up, (moe.shared_size,) * 2, hidden),
-        entry("down", (f"{shared}.down_proj",), (hidden,), moe.shared_size),
-        entry("moe.bias", ("mlp.gate",), (count,), kind=bias, float32=True),
-    ]
+def _below(path: tuple, prefix: str, tensors: Iterable[Tensor]) -> Iterator[Entry]:
+    """Yield the entries of a part's tensors, given the path to the part and its layer's prefix."""
+    for tensor in tensors:
+        names = tuple(f"{prefix}.{name}" for name in tensor.names)
+        yield Entry(**vars(tensor) | {"path": (*path, *tensor.path), "names": names})
 
 
 def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
@@ -259,19 +171,24 @@ def nest(entries: tuple[Entry, ...], arrays: list) -> dict:
     return root
 
 
-def blocks(nested: dict) -> tuple[LayerParams, ...]:
-    """Pop the blocks from the result of ``nest``."""
+def blocks(nested: dict, config: DecoderConfig) -> tuple[LayerParams, ...]:
+    """Pop the blocks of ``config`` from the result of ``nest``."""
     layers = nested.pop("layers")
-
-    def block(fields: dict) -> LayerParams:
-        kinds = {"mla": MlaParams, "moe": MoeParams}
-        parts = {name: kinds[name](**fields[name]) for name in kinds.keys() & fields.keys()}
-        return LayerParams(**{"attention_norm": None, "qkv": None} | fields | parts)
-
-    return tuple(block(layers[index]) for index in sorted(layers))
+    forms = jax.eval_shape(functools.partial(init_layers, config=config), jax.random.key(0))
+    return tuple(_filled(form, layers[index]) for index, form in enumerate(forms))
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list) -> DecoderParams:
+def _filled(form: Any, fields: dict) -> Any:
+    """Return a pytree of weights like ``form``, with the arrays of nested ``fields``."""
+    return type(form)(
+        **{
+            name: _filled(vars(form)[name], value) if isinstance(value, dict) else value
+            for name, value in (dict.fromkeys(vars(form)) | fields).items()
+        }
+    )
+
+
+def assemble(config: DecoderConfig, entries: tuple[Entry, ...], arrays: list) -> DecoderParams:
     """Return the params of one array for each entry."""
     nested = nest(entries, arrays)
-    return DecoderParams(layers=blocks(nested), **nested)
+    return DecoderParams(layers=blocks(nested, config), **nested)

@@ -1,16 +1,13 @@
 """Qwen2 and Qwen2.5: biases on q, k and v, and optional sliding windows by layer."""
 
-from jspec.checkpoints.families.common import (
-    SHARED_DEFAULTS,
-    WINDOW_DEFAULTS,
-    Family,
-    describe_windows,
-    windows,
-)
+from jspec.checkpoints.families import common
+from jspec.checkpoints.families.common import SHARED_DEFAULTS, WINDOW_DEFAULTS, Family
+from jspec.models.decoder import Layer
 
 
-def _special(raw: dict) -> dict:
-    return {"qkv_bias": True, "windows": windows(raw)}
+def _layers(raw: dict) -> tuple[Layer, ...]:
+    mixer = common.attention(raw, qkv_bias=True)
+    return common.alike(raw, mixer, common.mlp(raw), common.windows(raw))
 
 
 FAMILY = Family(
@@ -20,6 +17,6 @@ FAMILY = Family(
     | WINDOW_DEFAULTS
     | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     neutral={"mlp_bias": (None, False)},
-    special=_special,
-    describe=describe_windows,
+    layers=_layers,
+    describe=common.describe_windows,
 )

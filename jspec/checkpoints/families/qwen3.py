@@ -2,18 +2,20 @@
 
 import dataclasses
 
-from jspec.checkpoints.families import qwen2
-from jspec.checkpoints.families.common import describe_windows, flag, windows
-from jspec.models.decoder import DecoderConfig
+from jspec.checkpoints.families import common, qwen2
+from jspec.models.decoder import DecoderConfig, Layer
 
 
-def _special(raw: dict) -> dict:
-    bias = flag(raw, "attention_bias")
-    return {"qk_norm": True, "qkv_bias": bias, "output_bias": bias, "windows": windows(raw)}
+def _layers(raw: dict) -> tuple[Layer, ...]:
+    bias = common.flag(raw, "attention_bias")
+    norm = common.norm(raw)
+    mixer = common.attention(raw, qk_norm=norm, qkv_bias=bias, output_bias=bias)
+    return common.alike(raw, mixer, common.mlp(raw), common.windows(raw))
 
 
 def _describe(config: DecoderConfig) -> dict:
-    return {"attention_bias": config.qkv_bias, **describe_windows(config)}
+    bias = common.attention_of(config).qkv_bias
+    return {"attention_bias": bias, **common.describe_windows(config)}
 
 
 FAMILY = dataclasses.replace(
@@ -21,6 +23,6 @@ FAMILY = dataclasses.replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     defaults=qwen2.FAMILY.defaults | {"head_dim": 128, "attention_bias": False},
-    special=_special,
+    layers=_layers,
     describe=_describe,
 )

@@ -25,7 +25,7 @@ def _select(_: dict, tensors: Tensors, config: LstmSpeculatorConfig) -> Tensors:
     return base.without_repeats(heads | _tied(config), tensors)
 
 
-def _assemble(nested: dict, _: None) -> LstmSpeculatorParams:
+def _assemble(_: LstmSpeculatorConfig, nested: dict, _ids: None) -> LstmSpeculatorParams:
     parts = {field: base.by_index(nested[field]) for field in ("embeddings", "projections")}
     norms = {field: NormParams(**nested[field]) for field in ("cell_norm", "state_norm")}
     return LstmSpeculatorParams(**nested | parts | norms)

@@ -82,7 +82,7 @@ class HeadFormat:
       layouts: the ways to write it, the most widely read one first.
       sniff: returns the kind and layout of (config.json, tensors), or None for other heads.
       read_config: returns the config of (config.json, tensors, target, layout).
-      assemble: returns the params of the nested arrays and ``draft_to_target``.
+      assemble: returns the params of a config, of its nested arrays and ``draft_to_target``.
       select: returns the tensors of (config.json, tensors, config) that the table names.
       reduce: returns the weights in the order of the draft's ids, and ``draft_to_target`` or None,
         of (config, tensors, selected tensors), which fit.
@@ -97,7 +97,7 @@ class HeadFormat:
     layouts: tuple[Layout, ...]
     sniff: Sniff
     read_config: Callable[[dict, Tensors, DecoderConfig, str], Any]
-    assemble: Callable[[dict, Any], Any]
+    assemble: Callable[[Any, dict, Any], Any]
     select: Callable[[dict, Tensors, Any], Tensors]
     reduce: Reduce = lambda _config, _tensors, selected: (selected, None)
     read_target: Callable[[dict], DecoderConfig] = _refuse_target
@@ -128,7 +128,7 @@ class HeadFormat:
         dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)
         nested = nest(entries, [jnp.asarray(entry.join(selected, dtype)) for entry in entries])
         ids = None if draft_to_target is None else jnp.asarray(draft_to_target)
-        return _with_precision(config, dtype), self.assemble(nested, ids)
+        return _with_precision(config, dtype), self.assemble(config, nested, ids)
 
 
 def _with_precision(config: Any, dtype: np.dtype) -> Any:

@@ -175,9 +175,10 @@ def table(config: DFlashConfig) -> tuple[Entry, ...]:
     return (*entries, *base.separate_entries(config))
 
 
-def assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
+def assemble(config: DFlashConfig, nested: dict, draft_to_target: Any) -> DFlashParams:
     """Return the params of the nested arrays."""
-    return DFlashParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
+    layers = blocks(nested, config.network)
+    return DFlashParams(layers=layers, draft_to_target=draft_to_target, **nested)
 
 
 def describe(
@@ -203,15 +204,14 @@ def describe(
 
 
 def _check_layout(layout: str, config: DFlashConfig) -> None:
-    network, per_layer = config.network, range(config.network.num_layers)
-    sliding = [bool(network.windows) and network.windows[i] is not None for i in per_layer]
-    causal = [is_causal(config, layer) for layer in per_layer]
+    mixer, mlp = config.network.layers[0].mixer, config.network.layers[0].feed_forward
+    sliding = [window is not None for window in config.network.windows]
+    causal = [is_causal(config, layer) for layer in range(len(sliding))]
     mixed = causal != sliding and len(set(causal)) > 1
     features = {
-        "blocks without norms of queries and keys": not network.qk_norm,
-        "biases of the MLP": network.mlp_bias,
-        "biases of q, k, v without that of o, or the reverse": network.qkv_bias
-        != network.output_bias,
+        "blocks without norms of queries and keys": mixer.qk_norm is None,
+        "biases of the MLP": mlp.bias,
+        "biases of q, k, v without that of o, or the reverse": mixer.qkv_bias != mixer.output_bias,
     }
     if layout == "dflash":
         separate = config.separate_embedding or config.separate_head

@@ -72,8 +72,8 @@ def _table(config: DFlashConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
-    params = dflash.assemble(nested, draft_to_target)
+def _assemble(config: DFlashConfig, nested: dict, draft_to_target: Any) -> DFlashParams:
+    params = dflash.assemble(config, nested, draft_to_target)
     return params.replace(spark=SparkParams(**params.spark or {}))
 
 
@@ -87,7 +87,8 @@ def _describe(layout: str, config: DFlashConfig, target: DecoderConfig, target_n
     }
     if layout == "dflash-speculators":
         return raw | keys
-    same = config.network.num_heads == config.network.num_kv_heads
+    mixer = config.network.layers[0].mixer
+    same = mixer.num_heads == mixer.num_kv_heads
     raw["dflash_config"] |= keys | {
         "projector_type": "dspark",
         "attention_mode": "mha" if same else "gqa",

@@ -177,21 +177,21 @@ def _network(inner: dict, tensors: Tensors, vocab: int, layout: str) -> DecoderC
         inner = inner | {"num_hidden_layers": 1}
     network = llama.FAMILY.read({key: inner[key] for key in _NETWORK_KEYS if key in inner})
     attention = f"{FIRST}.self_attn"
-    biases = {
-        "qkv_bias": (("qkv_bias", "attention_bias"), f"{attention}.q_proj.bias"),
-        "output_bias": (("attention_bias",), f"{attention}.o_proj.bias"),
-        "mlp_bias": (("mlp_bias",), f"{FIRST}.mlp.up_proj.bias"),
-    }
+    bias = lambda keys, name: _has_bias(inner, keys, name, tensors)
     windows = ()
     if inner.get("layer_types") is not None:  # ``sliding_window`` alone has no effect
         windows = common.windows({"use_sliding_window": True, "sliding_window": None} | inner)
-    return dataclasses.replace(
-        network,
-        vocab_size=vocab,
-        qk_norm=f"{attention}.q_norm.weight" in tensors,
-        windows=windows,
-        **{field: _has_bias(inner, *where, tensors) for field, where in biases.items()},
+    first = network.layers[0]
+    mixer = dataclasses.replace(
+        first.mixer,
+        qk_norm=network.norm if f"{attention}.q_norm.weight" in tensors else None,
+        qkv_bias=bias(("qkv_bias", "attention_bias"), f"{attention}.q_proj.bias"),
+        output_bias=bias(("attention_bias",), f"{attention}.o_proj.bias"),
     )
+    mlp_bias = bias(("mlp_bias",), f"{FIRST}.mlp.up_proj.bias")
+    mlp = dataclasses.replace(first.feed_forward, bias=mlp_bias)
+    layers = common.alike(llama.FAMILY.defaults | inner, mixer, mlp, windows)
+    return dataclasses.replace(network, vocab_size=vocab, layers=layers)
 
 
 def _has_bias(raw: dict, keys: tuple[str, ...], name: str, tensors: Tensors) -> bool:
@@ -228,8 +228,9 @@ def _table(config: EagleConfig) -> tuple[Entry, ...]:
     return (*entries, *base.separate_entries(config))
 
 
-def _assemble(nested: dict, draft_to_target: Any) -> EagleParams:
-    return EagleParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
+def _assemble(config: EagleConfig, nested: dict, draft_to_target: Any) -> EagleParams:
+    layers = blocks(nested, config.network)
+    return EagleParams(layers=layers, draft_to_target=draft_to_target, **nested)
 
 
 def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_name: str) -> dict:
@@ -240,13 +241,16 @@ def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_na
     """
     _check_layout(layout, config)
     network = dataclasses.replace(
-        config.network, vocab_size=config.target_vocab_size, tie_embeddings=False, windows=()
+        config.network.with_mixers(window=None),
+        vocab_size=config.target_vocab_size,
+        tie_embeddings=False,
     )
-    family = qwen3.FAMILY if network.qk_norm else llama.FAMILY
-    inner = family.write(network) | {"attention_bias": network.output_bias}
+    mixer = network.layers[0].mixer
+    family = qwen3.FAMILY if mixer.qk_norm else llama.FAMILY
+    inner = family.write(network) | {"attention_bias": mixer.output_bias}
     if layout == "eagle":
         norms = {"add_para_norm": True} if config.norm_inputs else {}
-        return inner | norms | {"qkv_bias": network.qkv_bias}
+        return inner | norms | {"qkv_bias": mixer.qkv_bias}
     base.check_layers(config.capture_layers, target.num_layers, eagle_layers.LAYER_IDS)
     parallel = config.mask_token_id is not None
     keys: dict[str, Any] = {
@@ -270,13 +274,14 @@ def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_na
 
 def _check_layout(layout: str, config: EagleConfig) -> None:
     network, first = config.network, config.generation == 1
+    mixer, mlp = network.layers[0].mixer, network.layers[0].feed_forward
     parallel = config.mask_token_id is not None
     old = {
-        "norms of queries and keys": network.qk_norm,
+        "norms of queries and keys": mixer.qk_norm is not None,
         "sliding windows": any(network.windows),
-        "biases of the MLP": network.mlp_bias,
+        "biases of the MLP": mlp.bias,
     }
-    uneven = not first and network.qkv_bias != network.output_bias
+    uneven = not first and mixer.qkv_bias != mixer.output_bias
     third = {"EAGLE-1": first, "biases of q, k, v without that of o, or the reverse": uneven}
     eagle3 = {"a second block": network.num_layers > 1, "the mask of P-EAGLE": parallel}
     peagle = {
@@ -286,7 +291,7 @@ def _check_layout(layout: str, config: EagleConfig) -> None:
     }
     library = speculators.features(config) | {
         "a bias of fc": config.fc_bias,
-        "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
+        "biases of the MLP beside norms of queries": mixer.qk_norm is not None and mlp.bias,
     }
     features = {
         "eagle": {"EAGLE-3": not first, **old},

@@ -86,7 +86,7 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> 
 
 def network(target: DecoderConfig) -> DecoderConfig:
     """Return the config of the prefix layer for a target: one block like its own."""
-    return dataclasses.replace(target, num_layers=1, windows=target.windows[:1])
+    return dataclasses.replace(target, layers=target.layers[:1])
 
 
 def _repeats(config: HydraConfig) -> dict[str, str]:
@@ -132,10 +132,10 @@ def _table(config: HydraConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(nested: dict, _: None) -> HydraParams:
+def _assemble(config: HydraConfig, nested: dict, _: None) -> HydraParams:
     later, prefix = nested.get("blocks", {}), nested.get("prefix")
     if prefix is not None:
-        prefix = PrefixParams(layers=blocks(prefix), **prefix)
+        prefix = PrefixParams(layers=blocks(prefix, config.network), **prefix)
     return HydraParams(
         joining=tuple(JoiningParams(**fields) for fields in base.by_index(nested["joining"])),
         blocks=tuple(

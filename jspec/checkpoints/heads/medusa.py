@@ -77,7 +77,7 @@ def _reduce(
     return {**selected, **{name: tensor[rows[len(tensor)]] for name, tensor in outputs}}, ids
 
 
-def _assemble(nested: dict, ids: Any) -> MedusaParams:
+def _assemble(_: MedusaConfig, nested: dict, ids: Any) -> MedusaParams:
     blocks = tuple(
         tuple(BlockParams(**block) for block in base.by_index(layers))
         for layers in base.by_index(nested["blocks"])

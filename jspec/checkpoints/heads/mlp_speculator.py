@@ -34,7 +34,7 @@ def _select(_: dict, tensors: Tensors, config: MlpSpeculatorConfig) -> Tensors:
     return base.without_repeats(_repeats(config), tensors)
 
 
-def _assemble(nested: dict, _: None) -> MlpSpeculatorParams:
+def _assemble(_: MlpSpeculatorConfig, nested: dict, _ids: None) -> MlpSpeculatorParams:
     parts = {name: base.by_index(stages) for name, stages in nested.items()}
     norms = tuple(NormParams(**norm) for norm in parts["norms"])
     return MlpSpeculatorParams(**parts | {"norms": norms})

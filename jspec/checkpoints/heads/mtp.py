@@ -26,6 +26,8 @@ from jspec.checkpoints import families
 from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
 from jspec.util.messages import shown
@@ -86,16 +88,18 @@ def _select(_: dict, tensors: Tensors, config: MtpConfig) -> Tensors:
     return {name: tensors[name] for name in names}
 
 
-def _assemble(nested: dict, _: None) -> MtpParams:
+def _assemble(config: MtpConfig, nested: dict, _: None) -> MtpParams:
     modules = tuple(ModuleParams(**fields) for fields in base.by_index(nested["modules"]))
-    return MtpParams(modules, blocks(nested))
+    return MtpParams(modules, blocks(nested, config.network))
 
 
 def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> MtpConfig:
     """Return the config of modules for ``target`` that ``layout`` can hold."""
-    experts = target.moe and dataclasses.replace(target.moe, first_dense=0)
+    last = target.layers[-1]
+    if last.mixer.window is not None:
+        last = dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=None))
     return MtpConfig(
-        dataclasses.replace(target, num_layers=modules, windows=(), moe=experts),
+        dataclasses.replace(target, layers=(last,) * modules),
         (target.num_layers,),
         hidden_first=layout == "mimo",
         feeds_normed=layout == "mimo",
@@ -104,7 +108,9 @@ def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> Mt
 
 def natural_layout(target: DecoderConfig) -> MtpLayout:
     """Return the layout of modules in the files of ``target``."""
-    return "mimo" if target.moe is None and target.mla is None else "deepseek"
+    last = target.layers[-1]
+    plain = type(last.mixer) is Attention and type(last.feed_forward) is GatedMlp
+    return "mimo" if plain else "deepseek"
 
 
 def _table(config: MtpConfig) -> tuple[Entry, ...]:

@@ -31,6 +31,7 @@ from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import marginals
 from jspec.models import decoder
+from jspec.models.blocks.attend import attention_over
 from jspec.models.decoder import DecoderConfig
 
 _TILE_SLOTS = 16  # capacities are multiples of a tile of the device's memory layout
@@ -159,10 +160,9 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
         fed = jnp.where(slots < taken[:, None], text, self.mask_token_id).astype(jnp.int32)
         drafting = last_of(taken) + jnp.arange(self.max_depth)
         chain = trees.from_parents(trees.chain(slots.size - 1), slots.size - 1)
-        attend, entries = decoder.attention_over(
+        attend, entries = attention_over(
             cache,
             trees.broadcast(chain, fed.shape[0]),
-            windows=self.config.windows,
             implementation=self.config.attention,
             rows=drafting,
         )

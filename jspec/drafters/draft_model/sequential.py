@@ -33,7 +33,7 @@ from jspec.drafters.draft_model.language_model import ReadsText, next_logits, sp
 from jspec.drafters.trees import tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.models import decoder
-from jspec.models.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside
 
 _USUAL_BACKLOG = 2  # the root and the token before it
 
@@ -183,7 +183,7 @@ class DraftModel(ReadsText, Drafter):
     def _extend(self, params, tokens, positions, *beside):
         """Run the model over tokens [B, n]; ``beside`` is the start of ``attention_beside``."""
         model, config = weights_of(params.drafter), self.config
-        attend, side = attention_beside(*beside, positions, **config.attention_options)
+        attend, side = attention_beside(*beside, positions, implementation=config.attention)
         embedded = decoder.embed(model, config, spell(params.drafter, tokens))
         hidden, _ = decoder.trunk(model, config, embedded, positions, attend)
         return hidden, tuple(side)

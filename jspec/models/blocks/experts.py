@@ -26,23 +26,27 @@ from jspec import ops
 from jspec.core.types import Array
 from jspec.core.weights import as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
+from jspec.models.blocks.block import FeedForward, Pass
+from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams, gated
+from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeConfig:
-    """Sizes of a mixture; static and hashable."""
+class Experts(FeedForward):
+    """A mixture of experts; static and hashable."""
 
     num_experts: int  # E
     experts_per_token: int  # k
     intermediate_size: int  # F, width of an expert
     shared_size: int  # width of the shared expert, which every token uses
-    first_dense: int = 0  # number of leading blocks with a plain MLP
     num_groups: int = 1
     groups_per_token: int = 1  # groups whose experts are eligible
     normalise: bool = True  # divide the k weights by their sum
     scale: float = 1.0  # factor on the weights
+
+    title = "experts"
 
     def __post_init__(self):
         in_group = self.num_experts // self.num_groups
@@ -57,49 +61,84 @@ class MoeConfig:
                 f"of {self.num_groups} groups of {in_group}."
             )
 
+    @property
+    def dense_size(self) -> int:
+        """See ``FeedForward``."""
+        return self.shared_size
+
+    @property
+    def shared(self) -> GatedMlp:
+        """The shared expert."""
+        return GatedMlp(self.shared_size)
+
+    def init(
+        self, keys: Array, hidden: int, dtype: jnp.dtype, shrink: float = 1.0
+    ) -> "ExpertsParams":
+        """See ``FeedForward``."""
+        routed = jax.random.split(jax.random.fold_in(keys[0], 1), 3)
+        experts, wide = self.num_experts, self.intermediate_size
+        return ExpertsParams(
+            shared=self.shared.init(keys, hidden, dtype, shrink),
+            router=normal(routed[0], (hidden, experts), dtype),
+            gate_up=normal(routed[1], (experts, hidden, 2 * wide), dtype),
+            down=normal(routed[2], (experts, wide, hidden), dtype, shrink),
+            bias=jnp.zeros((experts,), jnp.float32),
+        )
+
+    def tensors(self, hidden: int) -> tuple[Tensor, ...]:
+        """See ``FeedForward``."""
+        wide, count = self.intermediate_size, self.num_experts
+        experts = [f"mlp.experts.{index}" for index in range(count)]
+        gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
+        down = [f"{expert}.down_proj" for expert in experts]
+        bias = "e_score_correction_bias"
+        return (
+            matrix("router", ("mlp.gate",), (count,), hidden),
+            matrix("gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count),
+            matrix("down", down, (hidden,) * count, wide, stack=count),
+            *self.shared.tensors(hidden, "shared.", "mlp.shared_experts"),
+            vector("bias", ("mlp.gate",), (count,), bias, float32=True),
+        )
+
+    def apply(self, params: "ExpertsParams", x: Array, run: Pass) -> Array:
+        """See ``FeedForward``."""
+        shared = gated(params.shared, x, run.linear)
+        count = None if run.packing is None else run.packing.count
+        return mixture(params, self, x, count=count) + shared
+
 
 @struct.dataclass
-class MoeParams:
-    """Weights of a mixture without its shared expert."""
+class ExpertsParams:
+    """Weights of a mixture."""
 
+    shared: GatedMlpParams  # the shared expert
     router: Array  # [D, E]
     gate_up: Array  # [E, D, 2F]
     down: Array  # [E, F, D]
     bias: Array  # [E] float32, added to the scores to select experts
 
 
-def init_params(key: Array, moe: MoeConfig, hidden: int, shrink: float, dtype) -> MoeParams:
-    """Return random weights, as in ``decoder.init_params``."""
-    keys, (experts, wide) = jax.random.split(key, 3), (moe.num_experts, moe.intermediate_size)
-    return MoeParams(
-        router=normal(keys[0], (hidden, experts), dtype),
-        gate_up=normal(keys[1], (experts, hidden, 2 * wide), dtype),
-        down=normal(keys[2], (experts, wide, hidden), dtype, shrink),
-        bias=jnp.zeros((experts,), jnp.float32),
-    )
-
-
-def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
+def route(params: ExpertsParams, config: Experts, x: Array) -> tuple[Array, Array]:
     """Return the experts int32 [T, k] of tokens x [T, D] and their weights [T, k] in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     scores = jax.nn.sigmoid(ops.linear(x.astype(wide), as_array(params.router).astype(wide)))
     eligible = scores + params.bias.astype(wide)
-    if moe.num_groups > 1:
-        groups = eligible.reshape(len(x), moe.num_groups, -1)
+    if config.num_groups > 1:
+        groups = eligible.reshape(len(x), config.num_groups, -1)
         best = lax.top_k(groups, 2)[0].sum(-1)
-        selected = lax.top_k(best, moe.groups_per_token)[1]
-        mask = (jnp.arange(moe.num_groups) == selected[..., None]).any(1)
+        selected = lax.top_k(best, config.groups_per_token)[1]
+        mask = (jnp.arange(config.num_groups) == selected[..., None]).any(1)
         eligible = jnp.where(mask[..., None], groups, -jnp.inf).reshape(scores.shape)
-    experts = lax.top_k(eligible, moe.experts_per_token)[1]
+    experts = lax.top_k(eligible, config.experts_per_token)[1]
     weights = jnp.take_along_axis(scores, experts, 1)
-    if moe.normalise:
+    if config.normalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return experts, weights * moe.scale
+    return experts, weights * config.scale
 
 
 def mixture(
-    params: MoeParams,
-    moe: MoeConfig,
+    params: ExpertsParams,
+    config: Experts,
     x: Array,
     *,
     count: Array | None = None,
@@ -112,12 +151,12 @@ def mixture(
     differentiable, because its loop has a dynamic length.
     """
     rows = x.reshape(-1, x.shape[-1])
-    experts, weights = route(params, moe, rows)
+    experts, weights = route(params, config, rows)
     if count is not None:  # no expert has this number, and the sort puts it last
-        experts = jnp.where(jnp.arange(len(rows))[:, None] < count, experts, moe.num_experts)
+        experts = jnp.where(jnp.arange(len(rows))[:, None] < count, experts, config.num_experts)
     order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=moe.num_experts).astype(jnp.int32)
-    token, weight = order // moe.experts_per_token, weights.reshape(-1)[order]
+    sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
+    token, weight = order // config.experts_per_token, weights.reshape(-1)[order]
     arrays = (params.gate_up, params.down, rows, token, weight, sizes)
     if implementation is not None:
         return {"blocks": _by_blocks, "ragged": _ragged}[implementation](*arrays).reshape(x.shape)

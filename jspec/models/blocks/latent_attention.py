@@ -22,27 +22,40 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core.packing import Packing
+from jspec.core.entries import LatentKV
 from jspec.core.types import Array
 from jspec.core.weights import as_array
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import normal, product, rows_at
-from jspec.models.blocks.norms import rms_norm
+from jspec.models.blocks.block import Mixer, Pass, Rotation
+from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.rope import RopeConfig
+from jspec.models.blocks.tensors import Tensor, matrix, vector
 
-_NORM_EPS = 1e-6  # of the latents' norms; config.json's value is for the others
+_NORM = RmsNorm(1e-6)  # The norm of latents; config.json's value is for the others.
 
 
 @dataclasses.dataclass(frozen=True)
-class MlaConfig:
-    """Sizes of latent attention; static and hashable."""
+class LatentAttention(Mixer):
+    """Latent attention; static and hashable."""
 
+    num_heads: int
     kv_rank: int  # width of the latent
     q_rank: int | None  # width of the queries' latent; None for queries without one
     nope_dim: int  # features of a head's query and key that are not rotated
     rope_dim: int  # features of a head's query and key that are rotated
     value_dim: int  # features of a head's value
+    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
     interleaved: bool = True  # the rotation pairs features 2j and 2j + 1 in the checkpoint
     mscale: float = 0.0  # YaRN's ``mscale_all_dim``, which scales the scores; 0 for none
+
+    title = "latent attention"
+    window = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key heads before their projection to latents: every head has its own."""
+        return self.num_heads
 
     @property
     def head_dim(self) -> int:
@@ -54,84 +67,126 @@ class MlaConfig:
         """Number of features cached per token."""
         return self.kv_rank + self.rope_dim
 
+    @property
+    def rotation(self) -> Rotation:
+        """See ``Mixer``."""
+        return self.rope, self.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores; YaRN's is squared because it scales query and key."""
+        growth, factor = 1.0, self.rope.factor
+        if self.mscale and self.rope.kind != "default" and factor > 1:
+            growth = 0.1 * self.mscale * math.log(factor) + 1.0
+        return self.head_dim**-0.5 * growth * growth
+
+    def init(
+        self,
+        keys: Array,
+        hidden: int,
+        dtype: jnp.dtype,
+        shrink: float = 1.0,
+        inputs: int | None = None,
+    ) -> "LatentAttentionParams":
+        """See ``Mixer``."""
+        first, heads, rank = jax.random.split(keys[0], 3), self.num_heads, self.q_rank or 0
+        inputs = inputs or hidden
+        up = heads * (self.nope_dim + self.value_dim), self.kv_rank
+        return LatentAttentionParams(
+            down=normal(first[0], (inputs, rank + self.width), dtype),
+            q_up=normal(first[1], (rank or inputs, heads * self.head_dim), dtype),
+            kv_norm=jnp.ones((self.kv_rank,), dtype),
+            kv_up=normal(first[2], up, dtype),
+            output=normal(keys[1], (heads * self.value_dim, hidden), dtype, shrink),
+            q_norm=jnp.ones((rank,), dtype) if rank else None,
+        )
+
+    def tensors(self, hidden: int, inputs: int | None = None) -> tuple[Tensor, ...]:
+        """See ``Mixer``."""
+        at = lambda *parts: tuple(f"self_attn.{part}" for part in parts)
+        heads, rank, inputs = self.num_heads, self.q_rank, inputs or hidden
+        queries, down = (heads * self.head_dim,), at("kv_a_proj_with_mqa")
+        if rank:
+            tensors = [
+                matrix("down", at("q_a_proj") + down, (rank, self.width), inputs),
+                vector("q_norm", at("q_a_layernorm"), (rank,)),
+                matrix("q_up", at("q_b_proj"), queries, rank),
+            ]
+        else:
+            tensors = [
+                matrix("down", down, (self.width,), inputs),
+                matrix("q_up", at("q_proj"), queries, inputs),
+            ]
+        up = (heads * (self.nope_dim + self.value_dim),)
+        return (
+            *tensors,
+            vector("kv_norm", at("kv_a_layernorm"), (self.kv_rank,)),
+            matrix("kv_up", at("kv_b_proj"), up, self.kv_rank, transpose=False),
+            matrix("output", at("o_proj"), (hidden,), heads * self.value_dim, by_linear=True),
+        )
+
+    def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentKV:
+        """See ``Mixer``."""
+        return LatentKV.empty(batch, capacity, self.width, dtype)
+
+    def apply(
+        self,
+        params: "LatentAttentionParams",
+        x: Array,
+        run: Pass,
+        index: int,
+        rows: Array | None = None,
+    ) -> Array:
+        """See ``Mixer``."""
+        over = _over_all if run.packing is None else run.packing.over
+        query, key = self._latent_heads(params, x, run)
+        query = rows_at(query, rows)
+        up = as_array(params.kv_up).reshape(self.num_heads, -1, self.kv_rank)
+        to_latent = functools.partial(product, "bthn,hnr->bthr", weights=up[:, : self.nope_dim])
+        latent = over(to_latent, query[..., : self.nope_dim])
+        query = jnp.concatenate([latent, query[..., self.nope_dim :].astype(latent.dtype)], -1)
+        # ``attend`` divides by the square root of the width of its queries; undo that.
+        query = query * (self.score_scale * self.width**0.5)
+        key = key.swapaxes(1, 2)
+        mixed = run.attend(index, query.swapaxes(1, 2), key, key)[..., : self.kv_rank]
+        to_values = functools.partial(product, "bthr,hvr->bthv", weights=up[:, self.nope_dim :])
+        values = over(to_values, mixed.swapaxes(1, 2))
+        return run.linear(values.reshape(*query.shape[:2], -1), params.output).astype(x.dtype)
+
+    def _latent_heads(
+        self, params: "LatentAttentionParams", x: Array, run: Pass
+    ) -> tuple[Array, Array]:
+        """Return queries [B, T, H, head_dim] and the key [B, T, 1, width], rotated parts last."""
+        low = run.linear(x, params.down).astype(x.dtype)
+        rank = self.q_rank or 0
+        q_low, latent, k_rope = jnp.split(low, [rank, rank + self.kv_rank], axis=-1)
+        q_low = _NORM(q_low, params.q_norm) if rank else x
+        q = run.linear(q_low, params.q_up)
+        q = q.reshape(*q.shape[:2], -1, self.head_dim)
+        q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]
+        cos, sin = run.rotations[self.rotation]
+        rotate = lambda part: rope_lib.rotate(_paired(part, self.interleaved), cos, sin)
+        latent = _NORM(latent, params.kv_norm)[:, :, None]
+        key = jnp.concatenate([latent, rotate(k_rope[:, :, None]).astype(latent.dtype)], -1)
+        return jnp.concatenate([q, rotate(q_rope)], -1), key
+
 
 @struct.dataclass
-class MlaParams:
-    """Weights of latent attention without its output projection."""
+class LatentAttentionParams:
+    """Weights of latent attention."""
 
     down: Array  # [D, q_rank + kv_rank + rope_dim]; q_rank counts 0 if None
     q_up: Array  # [q_rank or D, H * (nope_dim + rope_dim)]
     kv_norm: Array  # [kv_rank]
     kv_up: Array  # [H * (nope_dim + value_dim), kv_rank], the layout of checkpoints
+    output: Array  # [H * value_dim, D]
     q_norm: Array | None = None  # [q_rank]
-
-
-def init_params(
-    key: Array, mla: MlaConfig, hidden: int, num_heads: int, dtype: jnp.dtype
-) -> MlaParams:
-    """Return random weights, as in ``decoder.init_params``."""
-    keys, rank = jax.random.split(key, 3), mla.q_rank or 0
-    return MlaParams(
-        down=normal(keys[0], (hidden, rank + mla.width), dtype),
-        q_up=normal(keys[1], (rank or hidden, num_heads * mla.head_dim), dtype),
-        kv_norm=jnp.ones((mla.kv_rank,), dtype),
-        kv_up=normal(keys[2], (num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank), dtype),
-        q_norm=jnp.ones((rank,), dtype) if rank else None,
-    )
-
-
-def attention(
-    layer, config, x, cos, sin, index, attend, linear, rows=None, packing: Packing | None = None
-) -> Array:
-    """Return the attention output [B, T, D] of a block for its normed input x [B, T, D].
-
-    ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
-    """
-    mla, weights = config.mla, layer.mla
-    over = _over_all if packing is None else packing.over
-    query, key = _latent_heads(mla, weights, x, cos, sin, linear)
-    query = rows_at(query, rows)
-    up = as_array(weights.kv_up).reshape(config.num_heads, -1, mla.kv_rank)
-    to_latent = functools.partial(product, "bthn,hnr->bthr", weights=up[:, : mla.nope_dim])
-    latent = over(to_latent, query[..., : mla.nope_dim])
-    query = jnp.concatenate([latent, query[..., mla.nope_dim :].astype(latent.dtype)], -1)
-    # Undo the scale of ``attend``, which divides by the square root of the width of its queries.
-    query = query * (_score_scale(config) * mla.width**0.5)
-    key = key.swapaxes(1, 2)
-    mixed = attend(index, query.swapaxes(1, 2), key, key)[..., : mla.kv_rank]
-    to_values = functools.partial(product, "bthr,hvr->bthv", weights=up[:, mla.nope_dim :])
-    values = over(to_values, mixed.swapaxes(1, 2))
-    return linear(values.reshape(*query.shape[:2], -1), layer.output).astype(x.dtype)
 
 
 def _over_all(function: Callable[[Array], Array], x: Array) -> Array:
     return function(x)
 
 
-def _latent_heads(mla, weights, x, cos, sin, linear) -> tuple[Array, Array]:
-    """Return queries [B, T, H, head_dim] and the key [B, T, 1, width], rotated parts last."""
-    low = linear(x, weights.down).astype(x.dtype)
-    rank = mla.q_rank or 0
-    q_low, latent, k_rope = jnp.split(low, [rank, rank + mla.kv_rank], axis=-1)
-    q_low = rms_norm(q_low, weights.q_norm, _NORM_EPS) if rank else x
-    q = linear(q_low, weights.q_up)
-    q = q.reshape(*q.shape[:2], -1, mla.head_dim)
-    q, q_rope = q[..., : mla.nope_dim], q[..., mla.nope_dim :]
-    rotate = lambda part: rope_lib.rotate(_paired(part, mla.interleaved), cos, sin)
-    latent = rms_norm(latent, weights.kv_norm, _NORM_EPS)[:, :, None]
-    key = jnp.concatenate([latent, rotate(k_rope[:, :, None]).astype(latent.dtype)], -1)
-    return jnp.concatenate([q, rotate(q_rope)], -1), key
-
-
 def _paired(x: Array, interleaved: bool) -> Array:
     """Reorder features to the pairs of ``rope.rotate``, for queries and keys alike."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if interleaved else x
-
-
-def _score_scale(config) -> float:
-    """Return the factor on the scores; YaRN's is squared because it scales query and key."""
-    mla, factor = config.mla, config.rope.factor
-    growth = 1.0
-    if mla.mscale and config.rope.kind != "default" and factor > 1:
-        growth = 0.1 * mla.mscale * math.log(factor) + 1.0
-    return mla.head_dim**-0.5 * growth * growth

@@ -1,13 +1,75 @@
-"""The gated MLP."""
+"""The gated MLP of Llama-like models: down(silu(gate x) * up x)."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jspec.core.types import Array
-from jspec.models.blocks.arithmetic import Linear
+from jspec.models.blocks.arithmetic import Linear, affine, normal
+from jspec.models.blocks.block import FeedForward, Pass
+from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 
-def gated(x: Array, gate_up: Array, down: Array, linear: Linear) -> Array:
-    """Return the gated MLP without biases of x [..., D]: ``gate_up`` [D, 2F], ``down`` [F, D]."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+@dataclasses.dataclass(frozen=True)
+class GatedMlp(FeedForward):
+    """A gated MLP; static and hashable."""
+
+    intermediate_size: int  # F
+    bias: bool = False
+
+    title = "a gated MLP"
+
+    @property
+    def dense_size(self) -> int:
+        """See ``FeedForward``."""
+        return self.intermediate_size
+
+    def init(
+        self, keys: Array, hidden: int, dtype: jnp.dtype, shrink: float = 1.0
+    ) -> "GatedMlpParams":
+        """See ``FeedForward``."""
+        wide = self.intermediate_size
+        return GatedMlpParams(
+            gate_up=normal(keys[0], (hidden, 2 * wide), dtype),
+            down=normal(keys[1], (wide, hidden), dtype, shrink),
+            gate_up_bias=jnp.zeros((2 * wide,), dtype) if self.bias else None,
+            down_bias=jnp.zeros((hidden,), dtype) if self.bias else None,
+        )
+
+    def tensors(self, hidden: int, field: str = "", module: str = "mlp") -> tuple[Tensor, ...]:
+        """See ``FeedForward``; an MLP inside another part has a field and a module there."""
+        wide, gate_up = self.intermediate_size, (f"{module}.gate_proj", f"{module}.up_proj")
+        down = (f"{module}.down_proj",)
+        tensors = (
+            matrix(f"{field}gate_up", gate_up, (wide, wide), hidden, by_linear=True),
+            matrix(f"{field}down", down, (hidden,), wide, by_linear=True),
+        )
+        if not self.bias:
+            return tensors
+        return (
+            *tensors,
+            vector(f"{field}gate_up_bias", gate_up, (wide, wide), "bias"),
+            vector(f"{field}down_bias", down, (hidden,), "bias"),
+        )
+
+    def apply(self, params: "GatedMlpParams", x: Array, run: Pass) -> Array:
+        """See ``FeedForward``."""
+        return gated(params, x, run.linear)
+
+
+@struct.dataclass
+class GatedMlpParams:
+    """Weights of a gated MLP; None for biases that it lacks."""
+
+    gate_up: Array  # [D, 2F]
+    down: Array  # [F, D]
+    gate_up_bias: Array | None = None  # [2F]
+    down_bias: Array | None = None  # [D]
+
+
+def gated(params: GatedMlpParams, x: Array, linear: Linear) -> Array:
+    """Return the gated MLP of x [..., D], in the dtype of ``linear``."""
+    gate, up = jnp.split(affine(x, params.gate_up, params.gate_up_bias, linear), 2, axis=-1)
+    return affine(jax.nn.silu(gate) * up, params.down, params.down_bias, linear)

@@ -1,9 +1,22 @@
 """Norms."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RmsNorm:
+    """An RMS norm over the last axis: ``norm(x, weight)``."""
+
+    eps: float = 1e-6
+
+    def __call__(self, x: Array, weight: Array) -> Array:
+        """Return x divided by its root mean square and multiplied by ``weight``."""
+        return rms_norm(x, weight, self.eps)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

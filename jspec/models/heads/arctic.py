@@ -19,7 +19,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models.decoder import Linear
+from jspec.models.blocks.arithmetic import Linear
 from jspec.models.heads import mlp_speculator
 from jspec.models.heads.mlp_speculator import NormParams, SpeculatorConfig, activate, init_norm
 

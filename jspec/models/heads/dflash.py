@@ -32,9 +32,10 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV, dtype_of
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import normal
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
+from jspec.models.blocks.arithmetic import Linear, normal
+from jspec.models.blocks.attend import Attend
+from jspec.models.blocks.block import rotations_of
+from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import dspark, network
 from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.models.heads.network import SharingSizes, embed
@@ -142,19 +143,12 @@ def inject(
 
     The entries [B, Hkv, n, head_dim] are for ``kv_cache.append``.
     """
-    sizes = config.network
-    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.rope_dim, positions)
-    queries = sizes.qkv_sizes[0]
-
-    def entry(layer: LayerParams) -> AttentionKV:
-        bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
-        both = decoder.affine(context, layer.qkv[:, queries:], bias, linear)
-        k, v = jnp.split(both.reshape(*context.shape[:-1], -1, sizes.head_dim), 2, axis=2)
-        if sizes.qk_norm:
-            k = sizes.norm(k, layer.k_norm)
-        return AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
-
-    return tuple(entry(layer) for layer in params.layers)
+    mixers = [layer.mixer for layer in config.network.layers]
+    rotations = rotations_of(mixers, positions)
+    return tuple(
+        mixer.keys_and_values(layer.mixer, context, rotations[mixer.rotation], linear)
+        for mixer, layer in zip(mixers, params.layers, strict=True)
+    )
 
 
 def blocks(
@@ -202,9 +196,9 @@ def fill_in(
 
 def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> Attend:
     """Return an ``attend`` of a block's slots over the context and each other."""
-    sizes, (batch, slots) = config.network, positions.shape
+    batch, slots = positions.shape
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         entry = cache.layers[index]
         square = (slots, slots)
         mask = np.tri(*square, dtype=bool) if is_causal(config, index) else np.ones(square, bool)
@@ -218,10 +212,10 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
             entry.v,
             cache.length,
             table=cache.table,
-            scale=sizes.head_dim**-0.5,
-            window=sizes.windows[index] if sizes.windows else None,
+            scale=q.shape[-1] ** -0.5,
+            window=window,
             positions=positions,
-            implementation=sizes.attention,
+            implementation=config.network.attention,
         )
 
     return attend

@@ -23,7 +23,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models.decoder import Linear, affine
+from jspec.models.blocks.arithmetic import Linear, affine
 
 MARKOV = ("vanilla", "gated", "rnn")
 

@@ -36,9 +36,10 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import normal, rows_at
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
+from jspec.models.blocks.arithmetic import Linear, affine, normal, rows_at
+from jspec.models.blocks.attend import Attend, attention_over
+from jspec.models.blocks.block import Pass, rotations_of
+from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import network
 from jspec.models.heads.network import SharingSizes
 
@@ -98,7 +99,7 @@ class EagleConfig(SharingSizes):
 class EagleParams:
     """Weights of a head; None for tensors that it lacks.
 
-    The first of ``layers`` has no ``attention_norm``; in EAGLE-3 its ``qkv`` has 2D rows.
+    The first of ``layers`` has no ``mixer_norm``; in EAGLE-3 its mixer reads 2D features.
     """
 
     fc: Array  # EAGLE-1 [2D, D], embedding first; EAGLE-3 [C * D_target, D]
@@ -122,10 +123,10 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
     hidden = config.hidden_size
     ones = lambda size, exists: jnp.ones((size,), dtype) if exists else None
     layers = decoder.init_layers(layers_key, config.network, dtype)
-    first = layers[0].replace(attention_norm=None)
-    third = config.generation == 3
+    first, third = layers[0].replace(mixer_norm=None), config.generation == 3
     if third:
-        first = first.replace(qkv=normal(first_key, (2 * hidden, first.qkv.shape[1]), dtype))
+        qkv = normal(first_key, (2 * hidden, first.mixer.qkv.shape[1]), dtype)
+        first = first.replace(mixer=first.mixer.replace(qkv=qkv))
     mask = jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
     return EagleParams(
         fc=normal(fc_key, (config.fc_inputs, hidden), dtype),
@@ -158,7 +159,7 @@ def fuse(
     joined = apart.reshape(*apart.shape[:-2], -1)
     if params.input_norm is not None:
         joined = norm(joined, params.input_norm)
-    return decoder.affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
+    return affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
 
 
 def mask_feature(params: EagleParams, config: EagleConfig, *, linear: Linear = ops.linear) -> Array:
@@ -183,16 +184,16 @@ def blocks(
     f' is fed back and is the input of ``unembed``. ``attend`` and ``rows`` [B, M] are those of
     ``decoder.trunk``; with ``rows`` the result is [B, M, D].
     """
-    sizes = config.network
-    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.rope_dim, positions)
+    sizes, last = config.network, config.network.num_layers - 1
+    run = Pass(attend, rotations_of((layer.mixer for layer in sizes.layers), positions), linear)
     x, mixed_in = _first_block_inputs(params, config, embedded, features, linear)
-    for index, layer in enumerate(params.layers):
+    for index, (layer, weights) in enumerate(zip(sizes.layers, params.layers, strict=True)):
         if index > 0:
-            mixed_in = sizes.norm(x, layer.attention_norm)
-        queried = rows if index == len(params.layers) - 1 else None
-        mixed = decoder.attention(layer, sizes, mixed_in, cos, sin, index, attend, linear, queried)
+            mixed_in = layer.norm(x, weights.mixer_norm)
+        queried = rows if index == last else None
+        mixed = layer.mixer.apply(weights.mixer, mixed_in, run, index, queried)
         x = rows_at(x, queried) + mixed
-        x = x + decoder.mlp(layer, sizes, x, linear)
+        x = x + decoder.apply_feed_forward(layer, weights, x, run)
     return sizes.norm(x, params.norm) if config.norm_output else x
 
 
@@ -204,7 +205,7 @@ def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Arr
     joined = jnp.concatenate([e, f], -1)
     if config.generation == 3:
         return (f if config.norm_before_residual else features), joined
-    x = decoder.affine(joined, params.fc, params.fc_bias, linear).astype(features.dtype)
+    x = affine(joined, params.fc, params.fc_bias, linear).astype(features.dtype)
     return x, x
 
 
@@ -222,8 +223,8 @@ def prefill(
       f' [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of all n rows
       for ``kv_cache.append``.
     """
-    tree, options = trees.chain_tree(*embedded.shape[:2]), config.network.attention_options
-    attend, entries = decoder.attention_over(cache, tree, rows=rows, **options)
+    tree, implementation = trees.chain_tree(*embedded.shape[:2]), config.network.attention
+    attend, entries = attention_over(cache, tree, rows=rows, implementation=implementation)
     positions = cache.length[:, None] + tree.depth
     x = blocks(params, config, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)

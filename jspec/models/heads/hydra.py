@@ -23,8 +23,9 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import normal
-from jspec.models.decoder import DecoderConfig, LayerParams, Linear
+from jspec.models.blocks.arithmetic import Linear, affine, normal
+from jspec.models.blocks.attend import attention_over
+from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
 from jspec.models.heads.network import check_sizes
@@ -131,7 +132,7 @@ def prefill(
       n positions for ``kv_cache.append``.
     """
     network, tree = config.network, trees.chain_tree(*hidden.shape[:2])
-    attend, entries = decoder.attention_over(cache, tree, rows=rows, **network.attention_options)
+    attend, entries = attention_over(cache, tree, rows=rows, implementation=network.attention)
     x, positions = hidden.astype(network.activation_dtype), cache.length[:, None] + tree.depth
     x, _ = decoder.trunk(params.prefix, network, x, positions, attend, rows=rows)
     return network.norm(x, params.prefix.norm), tuple(entries)
@@ -156,8 +157,8 @@ def step(
     """
     state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
     joining, later = params.joining[head], params.blocks[head]
-    residual = decoder.affine(state, joining.residual, joining.residual_bias, linear)
-    x = residual + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
+    residual = affine(state, joining.residual, joining.residual_bias, linear)
+    x = residual + jax.nn.silu(affine(state, joining.weight, joining.bias, linear))
     if config.tie_blocks:
         later = later * (config.num_layers - 1)
     return state, medusa.stream(later, x.astype(state.dtype), linear)
@@ -166,4 +167,4 @@ def step(
 def unembed(params: HydraParams, x: Array, head: int) -> Array:
     """Return float32 logits [..., V] of the output [..., D] of ``step``."""
     bias = params.output_biases[head] if params.output_biases else None
-    return decoder.affine(x, params.outputs[head], bias, ops.linear)
+    return affine(x, params.outputs[head], bias, ops.linear)

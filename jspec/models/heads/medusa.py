@@ -17,9 +17,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array, Target
-from jspec.models import decoder
-from jspec.models.blocks.arithmetic import normal
-from jspec.models.decoder import Linear
+from jspec.models.blocks.arithmetic import Linear, affine, normal
 from jspec.models.heads.network import check_sizes
 
 
@@ -104,5 +102,5 @@ def heads(
 def stream(blocks: tuple[BlockParams, ...], x: Array, linear: Linear) -> Array:
     """Return the input [..., D] of a head's output matrix for hidden states x [..., D]."""
     for block in blocks:
-        x = x + jax.nn.silu(decoder.affine(x, block.weight, block.bias, linear)).astype(x.dtype)
+        x = x + jax.nn.silu(affine(x, block.weight, block.bias, linear)).astype(x.dtype)
     return x

@@ -24,8 +24,8 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models import decoder
-from jspec.models.decoder import Linear
+from jspec.models.blocks.arithmetic import Linear
+from jspec.models.blocks.norms import rms_norm
 from jspec.models.heads.network import check_sizes
 
 EPS = 1e-6  # of every norm; checkpoints do not contain it
@@ -127,7 +127,7 @@ def start(config: SpeculatorConfig, hidden: Array) -> Array:
     if not config.scale_input:
         return hidden
     scale = jnp.full((config.hidden_size,), 0.5**0.5, hidden.dtype)
-    return decoder.rms_norm(hidden, scale, EPS)
+    return rms_norm(hidden, scale, EPS)
 
 
 def step(
@@ -162,5 +162,5 @@ def unembed(params: MlpSpeculatorParams, x: Array, stage: int) -> Array:
 def activate(x: Array, norm: NormParams) -> Array:
     """Return the exact gelu of the normed x, in float32 (or wider)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    x = decoder.rms_norm(x.astype(wide), norm.weight, EPS) + norm.bias.astype(wide)
+    x = rms_norm(x.astype(wide), norm.weight, EPS) + norm.bias.astype(wide)
     return jax.nn.gelu(x, approximate=False)

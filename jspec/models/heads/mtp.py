@@ -32,9 +32,10 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import Entry
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import normal
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
+from jspec.models.blocks.arithmetic import Linear, normal
+from jspec.models.blocks.attend import Attend, attention_over
+from jspec.models.blocks.block import Pass, rotations_of
+from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads.network import NetworkSizes
 
 
@@ -88,7 +89,8 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
 
 def init_cache(config: MtpConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """Return an empty cache of one module with ``capacity`` slots per row."""
-    return decoder.init_cache(dataclasses.replace(config.network, num_layers=1), batch, capacity)
+    network = dataclasses.replace(config.network, layers=config.network.layers[:1])
+    return decoder.init_cache(network, batch, capacity)
 
 
 def run(
@@ -114,8 +116,9 @@ def run(
     f = network.norm(features, weights.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
     x = linear(jnp.concatenate(pair, -1), weights.projection).astype(features.dtype)
-    cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
-    x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear, rows)
+    layer = network.layers[module]
+    shared = Pass(attend, rotations_of([layer.mixer], positions), linear)
+    x = decoder.apply_layer(layer, params.layers[module], x, shared, 0, rows)
     return network.norm(x, weights.norm) if config.feeds_normed else x
 
 
@@ -138,8 +141,8 @@ def prefill(
       all n rows for ``kv_cache.append``.
     """
     tree = trees.chain_tree(*embedded.shape[:2])
-    options = config.network.attention_options
-    attend, entries = decoder.attention_over(cache, tree, rows=rows, **options)
+    implementation = config.network.attention
+    attend, entries = attention_over(cache, tree, rows=rows, implementation=implementation)
     positions = cache.length[:, None] + module + tree.depth
     x = run(params, config, module, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)

@@ -12,11 +12,11 @@ from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
 
-# attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, M, head_dim]
+# attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim], window=None) -> as q
 #
 # M is T, or less if only some rows of a layer are computed. Scores are divided by sqrt(head_dim).
-# A layer whose cache has one buffer passes it as k and v.
-Attend = Callable[[int, Array, Array, Array], Array]
+# ``window`` is the layer's sliding window. A layer whose cache has one buffer passes it as k and v.
+Attend = Callable[..., Array]
 
 
 def attention_over(
@@ -24,7 +24,6 @@ def attention_over(
     tree: Tree,
     *,
     scale: float | None = None,
-    windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
     rows: Array | None = None,
     packing: Packing | None = None,
@@ -35,7 +34,6 @@ def attention_over(
       cache: the committed prefix, read only.
       tree: of the nodes, with a batch axis.
       scale: factor on the scores; None for ``head_dim ** -0.5``.
-      windows: sliding window of each layer; () for none.
       implementation: of ``ops.attention``; None for the device's default.
       rows: int32 [B, M], the nodes that the last layer has queries of; None for all.
       packing: the list of nodes that ``attend`` takes and returns, as [1, heads, M, head_dim].
@@ -50,13 +48,12 @@ def attention_over(
     entries = list(cache.layers)  # attend replaces them
     last = len(entries) - 1
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         if packing is not None:
             q, k, v = (_by_tokens(packing.unpack, x) for x in (q, k, v))
         entry = cache.layers[index]
         # Round k and v like the cache, so that logits do not depend on which nodes are committed.
         entries[index] = new = entry.holding(k, v)
-        window = windows[index] if windows else None
         visible = tree.ancestors if window is None else trees.within(tree, window)
         queried = rows if index == last else None
         mixed = ops.attention(
@@ -91,10 +88,11 @@ def attention_beside(
     mask: Array,
     positions: Array,
     *,
-    windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Attend, list[Entry]]:
     """Return an ``attend`` over a committed prefix and side buffers, for steps of a draft network.
+
+    A window bounds the view of the cache only.
 
     Args:
       cache: the committed prefix, read only.
@@ -102,7 +100,6 @@ def attention_beside(
       slot: int32 [], the first slot of ``side`` that the n new entries take.
       mask: bool [B, n, M], the side slots that each token sees, its own included.
       positions: int32 [B, n].
-      windows: as in ``attention_over``; they bound the view of the cache only.
       implementation: as in ``attention_over``.
 
     Returns:
@@ -110,7 +107,7 @@ def attention_beside(
     """
     side, visible = list(side), trees.pack_bits(mask)
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
         new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
         entry = cache.layers[index]
@@ -124,7 +121,7 @@ def attention_beside(
             cache.length,
             table=cache.table,
             scale=q.shape[-1] ** -0.5,
-            window=windows[index] if windows else None,
+            window=window,
             positions=positions,
             implementation=implementation,
         )

@@ -1,0 +1,48 @@
+"""The tensors of a part of a layer in checkpoints, under Hugging Face's names."""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One array of a part's weights, and the tensors of a checkpoint that make it up.
+
+    Attributes:
+      path: the fields, and the indices in tuples, that lead to the array.
+      names: names of the tensors. They are joined along their first stored axis (the outputs),
+        which is the last axis in memory. Those of a part lack the prefix of its layer.
+      shapes: shapes as stored, [out, in].
+      transpose: whether the array is stored transposed.
+      stack: number of such arrays along a new first axis; None for a single one without it.
+      float32: whether the array is float32 regardless of the dtype of the others.
+      by_linear: whether only the ``linear`` of a pass reads it, so that its layout is free.
+    """
+
+    path: tuple[str | int, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    transpose: bool = False
+    stack: int | None = None
+    float32: bool = False
+    by_linear: bool = False
+
+
+def matrix(
+    field: str, modules: Sequence[str], outputs: Sequence[int], inputs: int, **options
+) -> Tensor:
+    """Return the weights of modules with ``inputs`` columns each, [inputs, outputs] in memory.
+
+    Dots in ``field`` lead into parts.
+    """
+    names = tuple(f"{module}.weight" for module in modules)
+    shapes = tuple((size, inputs) for size in outputs)
+    return Tensor(tuple(field.split(".")), names, shapes, **{"transpose": True} | options)
+
+
+def vector(
+    field: str, modules: Sequence[str], sizes: Sequence[int], kind: str = "weight", **options
+) -> Tensor:
+    """Return the vectors of modules, joined; ``kind`` is the end of their names."""
+    names = tuple(f"{module}.{kind}" for module in modules)
+    return Tensor(tuple(field.split(".")), names, tuple((size,) for size in sizes), **options)

@@ -1,0 +1,122 @@
+"""The form that a layer has in the checkpoints and records of runs.
+
+Orbax names arrays by their path, digests take them in order, and a record holds the text of a
+config. All three are those of the first runs, which held a layer in one flat record. So a run
+resumes though its layers have parts by now.
+"""
+
+from typing import Any
+
+import jax
+from flax import struct
+
+from jspec.models.blocks.attention import Attention, AttentionParams
+from jspec.models.blocks.experts import ExpertsParams
+from jspec.models.blocks.latent_attention import LatentAttentionParams
+from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams
+from jspec.models.decoder import DecoderConfig, LayerParams
+
+
+@struct.dataclass
+class StoredLayer:
+    """Weights of a layer, in the order of digests."""
+
+    attention_norm: Any
+    qkv: Any
+    output: Any
+    mlp_norm: Any
+    gate_up: Any
+    down: Any
+    qkv_bias: Any = None
+    output_bias: Any = None
+    gate_up_bias: Any = None
+    down_bias: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    mla: Any = None
+    moe: Any = None
+
+
+def to_stored(tree: Any) -> Any:
+    """Return a pytree with a ``StoredLayer`` in place of every layer of a kind that has one."""
+    is_layer = lambda x: isinstance(x, LayerParams)
+    return jax.tree.map(lambda x: _store(x) if is_layer(x) else x, tree, is_leaf=is_layer)
+
+
+def from_stored(tree: Any) -> Any:
+    """Return the inverse of ``to_stored``."""
+    is_stored = lambda x: isinstance(x, StoredLayer)
+    return jax.tree.map(lambda x: _restore(x) if is_stored(x) else x, tree, is_leaf=is_stored)
+
+
+def _store(layer: LayerParams) -> StoredLayer | LayerParams:
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    fields = {"attention_norm": layer.mixer_norm, "mlp_norm": layer.feed_forward_norm}
+    if isinstance(mixer, AttentionParams):
+        fields |= vars(mixer)
+    elif isinstance(mixer, LatentAttentionParams):
+        fields |= {"qkv": None, "output": mixer.output, "mla": mixer.replace(output=None)}
+    else:
+        return layer
+    if isinstance(feed_forward, GatedMlpParams):
+        fields |= vars(feed_forward)
+    elif isinstance(feed_forward, ExpertsParams):
+        fields |= {**vars(feed_forward.shared), "moe": feed_forward.replace(shared=None)}
+    else:
+        return layer
+    return StoredLayer(**fields)
+
+
+def _restore(stored: StoredLayer) -> LayerParams:
+    def take(kind: type) -> Any:
+        return kind(**{name: vars(stored)[name] for name in kind.__dataclass_fields__})
+
+    mixer = stored.mla and stored.mla.replace(output=stored.output)
+    feed_forward = stored.moe and stored.moe.replace(shared=take(GatedMlpParams))
+    return LayerParams(
+        mixer_norm=stored.attention_norm,
+        mixer=mixer or take(AttentionParams),
+        feed_forward_norm=stored.mlp_norm,
+        feed_forward=feed_forward or take(GatedMlpParams),
+    )
+
+
+def config_record(config: Any) -> str:
+    """Return the text of a decoder's or a head's config in records."""
+    network = config if isinstance(config, DecoderConfig) else vars(config).get("network")
+    if network is None:
+        return repr(config)
+    return repr(config).replace(repr(network), _network_record(network))
+
+
+def _network_record(config: DecoderConfig) -> str:
+    plain = config.with_mixers(window=None) if any(config.windows) else config
+    mixer, mlp = plain.layers[0].mixer, plain.layers[0].feed_forward
+    norms = {plain.norm, *(layer.norm for layer in plain.layers)}
+    if len(norms | set(plain.layers)) > 2 or (type(mixer), type(mlp)) != (Attention, GatedMlp):
+        return repr(config)
+    fields = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.intermediate_size,
+        "num_layers": config.num_layers,
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "max_positions": config.max_positions,
+        "norm_eps": config.norm.eps,
+        "rope": mixer.rope,
+        "tie_embeddings": config.tie_embeddings,
+        "qkv_bias": mixer.qkv_bias,
+        "output_bias": mixer.output_bias,
+        "mlp_bias": mlp.bias,
+        "qk_norm": mixer.qk_norm is not None,
+        "windows": config.windows if any(config.windows) else (),
+        "cache_dtype": config.cache_dtype,
+        "activation_dtype": config.activation_dtype,
+        "attention": config.attention,
+        "rotary_dim": mixer.rotary_dim,
+        "mla": None,
+        "moe": None,
+    }
+    return f"DecoderConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
