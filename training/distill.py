@@ -9,6 +9,7 @@ provenance file.
 """
 
 import dataclasses
+import importlib
 import re
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from training import trainer
 from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
-from training.tasks import dflash, draft, eagle, hydra, medusa, mlp_speculator, mtp
 from training.tasks.acceptance import acceptance_meter
 from training.tasks.method import DistillSettings, Method
 from training.util.command import end, run_command
@@ -33,14 +33,18 @@ from training.util.digests import same_weights, weights_digest
 from training.util.errors import bad_option
 from training.util.provenance import provenance, write_provenance
 
+# Files of ``training/tasks``, in the order of the list that the command prints.
+_NAMES = (
+    "eagle",
+    "medusa",
+    "hydra",
+    "mlp_speculator",
+    "dflash",
+    "mtp",
+    "draft",
+)
 METHODS: dict[str, Method] = {
-    "eagle": eagle.METHOD,
-    "medusa": medusa.METHOD,
-    "hydra": hydra.METHOD,
-    "mlp_speculator": mlp_speculator.METHOD,
-    "dflash": dflash.METHOD,
-    "mtp": mtp.METHOD,
-    "draft": draft.METHOD,
+    name: importlib.import_module(f"training.tasks.{name}").METHOD for name in _NAMES
 }
 
 # Records hold configs as text. Those of 0.2.0 have fields that are gone, with the only values that

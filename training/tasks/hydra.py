@@ -58,12 +58,8 @@ class Settings(method.DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.head.heads and self.depth > self.head.num_heads:
-            remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
-            raise bad_option("num_speculative_tokens", self.depth, remedy)
         if not self.head.heads:
-            count = self.head.num_heads
-            method.check_length(self, count + 1, f"--num-heads {count}")
+            method.check_heads(self, self.head.num_heads)
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""

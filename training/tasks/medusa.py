@@ -145,12 +145,8 @@ class Settings(method.DistillSettings):
         if self.format == "medusa" and self.head.draft_vocab_size:
             remedy = "the authors' layout has no reduced vocabulary; take --format medusa-vllm"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
-        if not self.head.heads and self.depth > self.head.num_heads:
-            remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
-            raise bad_option("num_speculative_tokens", self.depth, remedy)
         if not self.head.heads:
-            count = self.head.num_heads
-            method.check_length(self, count + 1, f"--num-heads {count}")
+            method.check_heads(self, self.head.num_heads)
 
     @property
     def weights_dtype(self) -> str:

@@ -172,6 +172,14 @@ def check_length(settings: DistillSettings, least: int, option: str) -> None:
         raise bad_option("length", settings.data.length, remedy)
 
 
+def check_heads(settings: DistillSettings, count: int) -> None:
+    """Check the options of ``count`` fresh heads, one for each token, as ``check_length`` does."""
+    if settings.depth > count:
+        remedy = f"there are --num-heads {count}, one for each token"
+        raise bad_option("num_speculative_tokens", settings.depth, remedy)
+    check_length(settings, count + 1, f"--num-heads {count}")
+
+
 def asks_for_parallel(argv: Sequence[str]) -> bool:
     """Return the value of --parallel, which decides the defaults of other options."""
     flags = [word for word in argv if word in ("--parallel", "--no-parallel")]
