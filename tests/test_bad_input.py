@@ -330,5 +330,7 @@ def test_a_count_of_a_drafter_is_a_whole_number(make):
 def test_an_engine_needs_a_capacity(root):
     target = llm_fixtures.loaded(root)["target"]
     plan = jspec.Plan(target.target, jspec.NoDrafter())
-    make = lambda: Engine(plan, jspec.Params(target.params), num_slots=1, capacity=0)
-    assert complaint(make) == "capacity=0 must be whole and at least 1."
+    assert (
+        complaint(lambda: Engine(plan, jspec.Params(target.params), num_slots=1, capacity=0))
+        == "capacity=0 must be whole and at least 1."
+    )

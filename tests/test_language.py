@@ -172,7 +172,7 @@ CEILINGS: dict[str, dict[str, int]] = {
         "jspec/server": 2,
         "jspec/tools": 3,
         "kernels": 12,
-        "tests": 80,
+        "tests": 60,
     },
     "comments that finish a name": {
         "benchmarks": 14,

@@ -96,8 +96,9 @@ def test_notebooks_share_their_install_cell():
 def install(tmp_path, monkeypatch):
     """Return a function that runs an install cell without jspec and returns pip's argument."""
     packages, find_spec = [], importlib.util.find_spec
-    hidden = lambda name: None if name == "jspec" else find_spec(name)
-    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jspec" else find_spec(name)
+    )
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "jspec"), *sys.path])
 
     def run(script, folder, pyproject=None, returncode=0, driver=None):

@@ -98,9 +98,12 @@ def test_threads_share_a_small_cache(both):
     llm = jspec.LLM(both["target"], {"method": "suffix"}, num_gpu_blocks_override=14, **SMALL)
     prompts = [LONG, "def add(x, y):", "the the", LONG[:60]]
     expected = [texts(llm.generate(prompt, GREEDY)) for prompt in prompts]
-    repeat = lambda prompt: [texts(llm.generate(prompt, GREEDY)) for _ in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(repeat, prompts)) == [[each] * 4 for each in expected]
+        assert list(
+            pool.map(
+                lambda prompt: [texts(llm.generate(prompt, GREEDY)) for _ in range(4)], prompts
+            )
+        ) == [[each] * 4 for each in expected]
     assert value(llm, "kv_cache_usage_perc") == 0
 
 

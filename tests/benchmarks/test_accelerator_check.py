@@ -17,8 +17,11 @@ from benchmarks.accelerator_check import Step, check
 def step(program, seconds=60):
     """Return a step that runs a line of Python, where ``out`` is the file to write."""
     line = f"import sys, json; out = sys.argv[1]; {program}"
-    judge = lambda results: (results["good"], f"good: {results['good']}")
-    return Step((sys.executable, "-c", line, "{out}"), seconds, judge)
+    return Step(
+        (sys.executable, "-c", line, "{out}"),
+        seconds,
+        lambda results: (results["good"], f"good: {results['good']}"),
+    )
 
 
 def writing(good):

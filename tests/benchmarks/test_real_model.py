@@ -31,8 +31,9 @@ def results(tmp_path_factory):
     questions = folder / "questions.jsonl"
     questions.write_text("\n".join(map(json.dumps, asked)))
     modes = {"plain": None, **dict.fromkeys(["ngram", "absent", "mortal"], "ngram")}
-    options = lambda start: [start.mode, str(start.threads)]
-    fake = Kind(Path(peer_that_answers.__file__), modes, options)
+    fake = Kind(
+        Path(peer_that_answers.__file__), modes, lambda start: [start.mode, str(start.threads)]
+    )
     words = f"""--questions {questions} --model {DEMO / "target"} --methods ngram
         --peer vllm={sys.executable} --batch-size 1 --temperature 0 --max-tokens {TOKENS}
         --num-questions 2 --repeats 2 --patience 0 --dtype float32 --out {folder / "out.json"}"""

@@ -238,8 +238,10 @@ def test_a_head_repeated_by_a_tied_model_must_equal_its_embedding(saved, params)
     edit_json(saved / "config.json", tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         checkpoint.load_pretrained(saved)
-    repeat = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]})
-    edit_tensors(saved / model_files.WEIGHTS, repeat)
+    edit_tensors(
+        saved / model_files.WEIGHTS,
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}),
+    )
     assert_same(checkpoint.load_pretrained(saved)[1], params.replace(head=None))
 
 

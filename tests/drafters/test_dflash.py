@@ -60,8 +60,9 @@ def test_every_round_drafts_and_accepts_what_torch_does(case):
             distributions[:, ids] = logits.log_softmax(-1).numpy()
             return distributions
 
-        distribution = lambda root, path: block(root)[len(path)]
-        total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
+        total += rounds.compare(
+            answer, row.prompt, text, drafter.draft_tree, lambda root, path: block(root)[len(path)]
+        )
     assert total >= least
 
 

@@ -59,8 +59,9 @@ def drafter_of(network, tree, **settings):
 def weights_of(network):
     params = decoder.init_params(jax.random.key(3), NETWORKS[network])
     rng = np.random.default_rng(1)
-    loud = lambda x: 12 * x if x.ndim > 1 else x + rng.normal(0, 0.3, x.shape).astype(x.dtype)
-    return jax.tree.map(loud, params)
+    return jax.tree.map(
+        lambda x: 12 * x if x.ndim > 1 else x + rng.normal(0, 0.3, x.shape).astype(x.dtype), params
+    )
 
 
 @functools.cache

@@ -257,8 +257,7 @@ def test_results_are_cached_up_to_a_number_of_bytes():
     results, made = Results(10), []
 
     def get(key, size):
-        make = lambda _: made.append(key) or "x" * size
-        return results.get(key, make, len)
+        return results.get(key, lambda _: made.append(key) or "x" * size, len)
 
     for key, size in (("a", 4), ("b", 4), ("a", 4), ("c", 4), ("a", 4), ("b", 4), ("large", 11)):
         get(key, size)

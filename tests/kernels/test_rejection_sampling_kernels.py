@@ -156,10 +156,10 @@ def test_logits_of_float16_reach_a_kernel_without_a_warning():
     )
     history = History(jnp.zeros((len(logits), 100), int), jnp.full((len(logits),), 7))
     rule = RULES["rejection"]
-    judge = lambda logits: verify(
-        rule, "chain", request, draft, tree, logits, history, "pallas_tpu"
-    )
-    assert jax.eval_shape(judge, logits.astype(jnp.float16)).path.shape == (len(logits), 2)
+    assert jax.eval_shape(
+        lambda logits: verify(rule, "chain", request, draft, tree, logits, history, "pallas_tpu"),
+        logits.astype(jnp.float16),
+    ).path.shape == (len(logits), 2)
 
 
 def judge_small(vocab=64, **options):

@@ -87,8 +87,10 @@ def batch():
 
 
 def loud(params):
-    noise = lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)
-    return jax.tree.map(noise, params.replace(draft_to_target=None))
+    return jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
+        params.replace(draft_to_target=None),
+    )
 
 
 def log_softmax(x):

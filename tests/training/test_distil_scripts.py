@@ -212,8 +212,9 @@ def test_a_run_resumes_only_with_the_same_target_and_measurement(resumed, target
 def all_but_first_rows(params):
     """Return the weights with all rows of every matrix turned round, except the first."""
     last_of = lambda x: (*(0,) * (x.ndim - 2), slice(1, None))
-    turned = lambda x: x.at[last_of(x)].set(x[last_of(x)][::-1]) if x.ndim > 1 else x
-    return jax.tree.map(turned, params)
+    return jax.tree.map(
+        lambda x: x.at[last_of(x)].set(x[last_of(x)][::-1]) if x.ndim > 1 else x, params
+    )
 
 
 def test_a_target_that_differs_in_all_rows_but_the_first_is_another_one(

@@ -103,8 +103,11 @@ def test_distances_are_those_of_their_formulas(loss):
 
 
 def gradient(loss, p, logits):
-    value = lambda logits: LOSSES[loss](jnp.log(p), jax.nn.log_softmax(logits)).sum()
-    return np.asarray(jax.grad(value)(jnp.asarray(logits)))
+    return np.asarray(
+        jax.grad(lambda logits: LOSSES[loss](jnp.log(p), jax.nn.log_softmax(logits)).sum())(
+            jnp.asarray(logits)
+        )
+    )
 
 
 def test_gradients_are_those_that_are_derived_by_hand():

@@ -287,8 +287,9 @@ def test_a_target_that_differs_in_all_rows_but_the_first_does_not_continue_a_fil
     model = jspec.load(target)
     other = shutil.copytree(target, tmp_path / Path(target).name)
     last = lambda x: (*(0,) * (x.ndim - 2), slice(1, None))
-    turned = lambda x: x.at[last(x)].set(x[last(x)][::-1]) if x.ndim > 1 else x
-    params = jax.tree.map(turned, model.params)
+    params = jax.tree.map(
+        lambda x: x.at[last(x)].set(x[last(x)][::-1]) if x.ndim > 1 else x, model.params
+    )
     checkpoint.save_pretrained(other, model.config, params, model.raw_config)
     assert generate_data.main(arguments(other, chats, whole)) == 2
     assert "holds answers of another run: weights " in capsys.readouterr().err

@@ -80,8 +80,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, para
 
 def test_bfloat16_gradients_stay_close_to_float32_ones(params, windows):
     def gradient(compute):
-        loss = lambda params: loss_of(params, windows, compute)
-        return jax.jit(jax.grad(loss))(params)
+        return jax.jit(jax.grad(lambda params: loss_of(params, windows, compute)))(params)
 
     for coarse, fine in zip(
         jax.tree.leaves(gradient("bfloat16")), jax.tree.leaves(gradient("float32")), strict=True

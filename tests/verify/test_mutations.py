@@ -342,8 +342,11 @@ def test_trees_that_are_off_are_caught(mistake, rule):
 
 
 def test_siblings_pruned_by_value_are_exact_as_deterministic_drafts():
-    certain = lambda draft: says_certain(pruned_by_their_own_probability(draft))
-    case = tree("without_replacement", UNEVEN, certain)
+    case = tree(
+        "without_replacement",
+        UNEVEN,
+        lambda draft: says_certain(pruned_by_their_own_probability(draft)),
+    )
     assert outcome(rejection, case).distance < EXACT
 
 

@@ -35,8 +35,9 @@ def value(tree, chances, depth=0):
 
 def expected_tokens(paths, chances):
     """Tokens that a round is expected to emit, the one after the draft included."""
-    chance = lambda path: np.prod([chances[depth, rank] for depth, rank in enumerate(path)])
-    return 1 + sum(map(chance, paths))
+    return 1 + sum(
+        map(lambda path: np.prod([chances[depth, rank] for depth, rank in enumerate(path)]), paths)
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
