@@ -41,8 +41,8 @@ _METHODS = {
 }
 _RULES = {"rejection": "standard", "block": "block"}
 _NUM_DRAFTED = 4
-_ROUNDS = 4  # of a launch, so that sequences join in the middle of others
-_SHAPE = (40, 49152)  # of the log-weights whose draw is timed
+_ROUNDS = 4  # rounds of a launch: few, so that sequences join in the middle of others
+_SHAPE = (40, 49152)  # shape of the log-weights whose draw is timed
 _BLOCK = 64
 
 

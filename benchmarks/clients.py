@@ -32,7 +32,7 @@ _VLLM = Path(__file__).with_name("peers") / "vllm_command.py"
 _TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 _QUESTIONS = ("def add", "import os", "class Tree", "for i in range", "x", "def main", "return")
 _CHOICES = ("():", " = 1", ".py", " import")
-_SECONDS = 600  # of a client
+_SECONDS = 600  # time limit of a client
 
 
 class Model:

@@ -35,11 +35,11 @@ from jspec.tools.bench import environment, files
 from jspec.verify import RULES
 
 XLA = "xla"
-KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
+KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # kernel of each platform
 STEPS = 16  # in one program, to hide its launch
 SIZES = ("batch", "length", "dtype", "page")  # keys of a case that are its size
 WORKING_SET = 2**27  # bytes read before any is read again, larger than the devices' caches
-MOST_COPIES = 8  # of the inputs: each adds compile time
+MOST_COPIES = 8  # most copies of the inputs: each adds compile time
 PEAK = 4.0  # standard deviation of scores: few keys have most of the weight, as in real layers
 # bfloat16 attention rounds scores and weights. Verdicts differ where a draw falls on the border of
 # two tokens and sums round differently.
@@ -54,7 +54,7 @@ class Contest(NamedTuple):
     contenders: dict[str, Callable[[], jax.Array]]  # each makes ``calls`` calls; the first is XLA
     calls: int
     num_bytes: int  # read and written by one call
-    copies: int  # of the inputs, used in turn
+    copies: int  # copies of the inputs, used in turn
 
     @property
     def cached(self) -> bool:
@@ -261,7 +261,7 @@ def results(contest: Contest) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     def attempt(once: Callable[[], jax.Array]) -> np.ndarray | str:
         try:
             result = np.asarray(once())
-        except Exception as error:  # of the compiler or the device
+        except Exception as error:  # raised by the compiler or the device
             return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
         return result if np.isfinite(result).all() else "returns NaN or infinity"
 

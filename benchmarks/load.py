@@ -46,8 +46,8 @@ _RESULTS = Path(__file__).with_name("results")
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _KINDS = ("easy", "hard", "mixed")
 _TURN = 64  # tokens of one kind in the mixed text
-_LENGTH = 768  # of a text
-_ROUNDS = 8  # of a launch: an answer is read every few tokens, as a server does
+_LENGTH = 768  # tokens of a text
+_ROUNDS = 8  # rounds of a launch: an answer is read every few tokens, as a server does
 _METHODS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "eagle3": {"method": "eagle3", "model": "eagle3"},  # folders in --heads

@@ -38,10 +38,10 @@ from jspec.tools.bench import environment
 _RESULTS = Path(__file__).with_name("results")
 _PROMPTS = ("def add(", "import os\n", "class Node:", "for i in range(", "return self", "x = [1, 2")
 _HEADERS = {"Content-Type": "application/json"}
-_PLAIN_SECONDS = 60  # of a plain request, until it counts as lost
+_PLAIN_SECONDS = 60  # time of a plain request, until it counts as lost
 _RECOVERY_SECONDS = 15  # after an input, for the others to be answered again
 _TOTAL_SECONDS = 330  # for all inputs; those left are skipped
-_FEATURE_SECONDS = 120  # of the first use of a feature
+_FEATURE_SECONDS = 120  # time of the first use of a feature
 _END_SECONDS = 60  # after SIGTERM, until the process is killed
 _COLUMNS = ("input", "answer", "plain s", "health s", "MiB before", "MiB after", "plain texts")
 

@@ -48,7 +48,7 @@ CONFIGS = {
 }  # fmt: skip
 LENGTHS = {"Llama-3.1-8B": (8192, 32768), "tiny": (64, 500)}
 _TREE_DEPTH, _TREE_TOP_K = 6, 8
-_SLOT_MULTIPLE = 64  # of a cache: every kernel reads such blocks in place
+_SLOT_MULTIPLE = 64  # slots of a cache: every kernel reads such blocks in place
 _RESULTS = Path(__file__).with_name("results")
 _LOG_WIDTH = 160
 
@@ -57,7 +57,7 @@ _LOG_WIDTH = 160
 class Case:
     """A timed pass."""
 
-    implementation: str  # of attention
+    implementation: str  # kernel of attention
     draft: str  # "chain" or "tree"
     batch: int
     length: int  # committed tokens of every row

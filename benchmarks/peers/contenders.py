@@ -26,7 +26,7 @@ class Start:
 
     mode: str
     target: Path  # a Hugging Face folder
-    draft: Path | None  # that of the draft model, if one is measured
+    draft: Path | None  # folder of the draft model, if one is measured
     original: str  # the model as it was given, if that is a GGUF file; else ``target``
     config: dict[str, Any] | None  # speculative_config, with ``draft`` as a draft model
     dtype: str

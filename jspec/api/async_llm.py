@@ -23,7 +23,7 @@ from jspec.util.threads import DaemonThreads
 from jspec.util.values import is_real
 
 _GRAMMARS = 16  # grammars that are waited for at a time; child processes compile them
-_EXIT_SECONDS = 60  # that the end of the process waits for a launch, which may compile first
+_EXIT_SECONDS = 60  # time that the end of the process waits for a launch, which may compile first
 
 
 class AsyncLLM:

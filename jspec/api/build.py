@@ -91,7 +91,7 @@ class _Part:
     network: DecoderConfig | HeadConfig | None = None
     head: LoadedHead | None = None
     vocabulary: SharedVocabulary | None = None  # if the draft model has another one
-    parts: tuple["_Part", ...] = ()  # of a hybrid
+    parts: tuple["_Part", ...] = ()  # parts of a hybrid
 
     @property
     def networks(self) -> Any:

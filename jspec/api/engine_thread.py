@@ -15,7 +15,7 @@ from jspec.api.text_thread import TextThread
 
 CLOSED = "AsyncLLM is closed; make another one."
 _log = logging.getLogger(__name__)
-_MOST_ROUNDS = 32  # of a launch
+_MOST_ROUNDS = 32  # rounds of a launch
 _MEMORY = 0.8  # weight of the past in the mean time of a round
 
 # What the engine's thread is to do, and for whom.
@@ -51,8 +51,8 @@ class EngineThread:
         self._round_seconds = launch_seconds / STREAM_ROUNDS  # until it is measured
         self._inbox: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
         self.running: dict[str, RunningRequest] = {}  # by id
-        self._taking_out = threading.Lock()  # of ``running``
-        self.error: BaseException | None = None  # that ended the thread
+        self._taking_out = threading.Lock()  # guards ``running``
+        self.error: BaseException | None = None  # the error that ended the thread
         self._texts = TextThread(self._read_all)
         self._runtime.pin(on_launch)
         self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)

@@ -20,7 +20,7 @@ class Counts:
 
     accepted: tuple[int, ...]  # number of drafts with 0, 1, ... K accepted tokens
     num_draft_tokens: int = 0
-    num_passes: int = 0  # of the target, with or without a draft
+    num_passes: int = 0  # passes of the target, with or without a draft
     num_tokens: int = 0  # generated
 
     @classmethod

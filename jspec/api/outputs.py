@@ -20,7 +20,7 @@ _LIMITS += ("logits_processors",)
 class Logprob:
     """The target's score of a token at one position."""
 
-    logprob: float  # of the kind that ``LLM``'s ``logprobs_mode`` names
+    logprob: float  # its kind is named by ``LLM``'s ``logprobs_mode``
     rank: int | None = None  # 1 for the likeliest token
     decoded_token: str | None = None  # its text alone; None without detokenization
 
@@ -36,7 +36,7 @@ class CompletionOutput:
 
     index: int  # among the request's ``n`` texts
     text: str  # without the stop string or token, unless ``include_stop_str_in_output``
-    token_ids: list[int]  # with the stop token, or the token that completed a stop string
+    token_ids: list[int]  # includes the stop token, or the token that completed a stop string
     cumulative_logprob: float | None = None  # sum over ``token_ids``, if logprobs were requested
     logprobs: list[dict[int, Logprob]] | None = None  # by token id, the token itself first
     finish_reason: str | None = None
@@ -62,7 +62,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int | None = None  # of the prompt, read from the prefix cache
+    num_cached_tokens: int | None = None  # tokens of the prompt that the prefix cache held
 
     @property
     def speculative_decoding_stats(self) -> dict[str, Any] | None:
@@ -98,8 +98,8 @@ class Transcript:
             self._text_of = functools.cache(lambda token: tokenizer.decode([token]))
         self._stops = detokenizer.StopStrings(params.stop)
         self._num_read = 0
-        self._token_ids: list[int] = []  # of the answer, as Python's numbers
-        self._listed: list[dict[int, Logprob]] = []  # of the tokens read so far
+        self._token_ids: list[int] = []  # tokens of the answer, as Python's numbers
+        self._listed: list[dict[int, Logprob]] = []  # logprobs of the tokens read so far
         self._listed_prompt: list[dict[int, Logprob] | None] = []
         self.answer: Answer | None = None
         self.text = ""

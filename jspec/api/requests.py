@@ -31,7 +31,7 @@ class GenerationRequest:
     params: SamplingParams
     sequences: tuple[SequenceParams, ...]
     transcripts: tuple[Transcript, ...]
-    id: str  # of its outputs
+    id: str  # id of its outputs
     tickets: Sequence[EngineSequence] = ()
     _num_read: int = -1  # tokens of all texts; -1 before each has a first answer
 

@@ -36,7 +36,7 @@ class Resolver:
         self._build, self._pool, self._seed = build, pool, seed
         self._mode, self._max_logprobs = mode, max_logprobs
         self.encode_text = prompts.Encoder(self.get_tokenizer, build.max_model_len)
-        self._lock = threading.Lock()  # of the number of requests
+        self._lock = threading.Lock()  # guards the number of requests
         self._num_requests = 0
 
     def get_tokenizer(self) -> Any:

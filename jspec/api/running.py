@@ -35,7 +35,7 @@ class RunningRequest:
         self.output: RequestOutput | None = None
         self._is_accepted = False
         self._error: BaseException | None = None
-        self._last: RequestOutput | None = None  # that the reader has
+        self._last: RequestOutput | None = None  # the output that the reader has
 
     def __aiter__(self) -> "RunningRequest":
         return self

@@ -57,7 +57,7 @@ class Runtime:
         self.plan, self.pool = plan, pool
         self._mode, self._max_logprobs = mode, max_logprobs
         # Locks in C: Ctrl-C never comes between taking one and the block that releases it.
-        self._lock = threading.Lock()  # of the engine
+        self._lock = threading.Lock()  # guards the engine
         self._line = threading.Lock()  # of those that go before the next step
         self._num_steps = 0
         self._observers: list[OnLaunch] = []

@@ -321,7 +321,7 @@ def _check_kind(module: Any, kind: type, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ModuleCall:
-    module: Any  # of NNX: its graph
+    module: Any  # graph of an NNX module
     method: Callable | str | None
     options: tuple[tuple[str, Hashable], ...] = ()
 

@@ -45,7 +45,7 @@ class DecoderConfig:
     norm: RmsNorm = RmsNorm()  # noqa: RUF009 (frozen); the final norm
     tie_embeddings: bool = False
     cache_dtype: str = "float32"
-    activation_dtype: str = "float32"  # of the residual stream
+    activation_dtype: str = "float32"  # dtype of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
 
     def __hash__(self) -> int:

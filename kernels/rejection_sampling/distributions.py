@@ -16,7 +16,7 @@ from jax import lax
 Array = jax.Array
 
 ORDINAL_BITS = 32
-SIGN_AND_EXPONENT_BITS = 9  # of a float32
+SIGN_AND_EXPONENT_BITS = 9  # bits of a float32
 INFINITY_BITS = 0x7F800000
 
 
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     rule: str  # "rejection" or "block"
     max_depth: int
-    max_children: int  # of a node, at least 1
+    max_children: int  # most children of a node, at least 1
     mixed: bool = False  # a node may have drawn and deterministic children
 
 

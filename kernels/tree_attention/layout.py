@@ -13,7 +13,7 @@ import numpy as np
 
 Array = jax.Array
 MASKED = -1e30  # score of a masked key
-SLOT_MULTIPLE = 8  # of cache slots, so that TPUs and GPUs read the cache in place
+SLOT_MULTIPLE = 8  # cache slots: TPUs and GPUs read multiples of it in place
 LOWEST = -1e29  # initial peak of a running softmax: masked scores have weight 0 even then
 WORD = 32
 

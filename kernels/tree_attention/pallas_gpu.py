@@ -25,10 +25,10 @@ from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 
 Array = jax.Array
 
-TILE_ROWS = 64  # of a wgmma
+TILE_ROWS = 64  # rows of a wgmma
 PAGE_MULTIPLE = 64  # a block of the cache lies in one page
 FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: depth of wgmma, limit of shared memory
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
 FASTER_NODES = 64  # at most: on an H200, 3.1 to 7.8 times XLA's speed (accelerator_check_h200.json)
 LOG2_E = math.log2(math.e)
@@ -41,7 +41,7 @@ class Blocks:
     """Sizes of the work."""
 
     splits: int  # programs that share a row's prefix
-    slots: int = 64  # of the cache per block; a multiple of 64
+    slots: int = 64  # slots of the cache per block; a multiple of 64
     stages: int = 3  # blocks in shared memory
     weights_in_registers: bool = True  # else in shared memory, which JAX can interpret
 

@@ -31,7 +31,7 @@ Array = jax.Array
 # [rows, slots] of many rows must fit in vector memory.
 SLOTS_BY_ROWS = ((64, 2048), (128, 1024), (512, 512))
 TILE_ROWS = SLOTS_BY_ROWS[-1][0]
-CORES = 2  # of a chip whose cores share the grid (v4, v5p)
+CORES = 2  # cores of a chip that share the grid (v4, v5p)
 MAX_TREE_KEYS = 1024  # they are read as one block
 
 
@@ -40,7 +40,7 @@ class Blocks:
     """Sizes of the work."""
 
     rows: int  # query rows per tile
-    slots: int  # of the cache per block
+    slots: int  # slots of the cache per block
     splits: int  # programs that share a row's prefix
 
 
@@ -154,7 +154,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
     of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
     widths = (dim, 1) if splits > 1 else (dim,)
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
-    steps = jnp.maximum(span.share.max(), 1)  # of the longest row
+    steps = jnp.maximum(span.share.max(), 1)  # steps of the longest row
     results = pl.pallas_call(
         functools.partial(
             _kernel,

@@ -274,4 +274,4 @@ RULE_KEYS = {
     "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
 }
 RULES_NOT_BUILT = ("fly", "lenient")
-DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # methods of chains; trees have more

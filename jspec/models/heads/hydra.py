@@ -43,7 +43,7 @@ class HydraConfig:
     tie_blocks: bool = False  # the blocks of a head after the first share their weights
     output_bias: bool = True
     network: DecoderConfig | None = None  # the prefix layer, one block; None for none
-    activation_dtype: str = "float32"  # of the residual stream
+    activation_dtype: str = "float32"  # dtype of the residual stream
 
     def __post_init__(self):
         check_sizes(self, "num_heads", "num_layers", "hidden_size", "vocab_size")

@@ -32,8 +32,8 @@ class MedusaConfig:
     target_vocab_size: int  # V
     capture_layers: tuple[int, ...]  # index of the target's hidden state after its final norm
     num_outputs: int  # output matrices: one per head, 1 shared by all, or 0 for the target's
-    bias: bool = True  # of the blocks
-    activation_dtype: str = "float32"  # of the residual stream
+    bias: bool = True  # whether the blocks have biases
+    activation_dtype: str = "float32"  # dtype of the residual stream
 
     def __post_init__(self):
         sizes = ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size")

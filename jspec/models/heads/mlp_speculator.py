@@ -28,7 +28,7 @@ from jspec.models.blocks.arithmetic import Linear
 from jspec.models.blocks.norms import rms_norm
 from jspec.models.heads.network import check_sizes
 
-EPS = 1e-6  # of every norm; checkpoints do not contain it
+EPS = 1e-6  # epsilon of every norm; checkpoints do not contain it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SpeculatorConfig:
     vocab_size: int  # V, the target's
     capture_layers: tuple[int, ...]  # index of the target's hidden state after its final norm
     scale_input: bool = False  # the hidden state is normed first
-    activation_dtype: str = "float32"  # of the state (and cell)
+    activation_dtype: str = "float32"  # dtype of the state (and cell)
 
     def __post_init__(self):
         check_sizes(self, "n_predict", "hidden_size", "inner_dim", "vocab_size")

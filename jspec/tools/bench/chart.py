@@ -7,7 +7,7 @@ from typing import Any
 from jspec.tools.bench.contenders import PLAIN
 from jspec.tools.bench.report import PARTS, titles
 
-_COLORS = ("#4c78a8", "#9ecae9", "#d9d9d9")  # of the parts of a round
+_COLORS = ("#4c78a8", "#9ecae9", "#d9d9d9")  # colours of the parts of a round
 
 
 def check() -> None:

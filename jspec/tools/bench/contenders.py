@@ -25,7 +25,7 @@ class Case:
     batch_size: int  # requests that run together
     temperature: float  # 0 is greedy
     max_tokens: int  # most tokens of an answer
-    seed: int = 0  # of all noise
+    seed: int = 0  # seed of all noise
 
     @property
     def title(self) -> str:
@@ -69,7 +69,7 @@ def by_category(requests: Sequence[Request]) -> dict[str, list[Request]]:
 class Ours:
     """An ``LLM`` that answers all requests through its public API."""
 
-    llm: LLM  # with ``max_num_seqs`` of the case's batch size
+    llm: LLM  # ``max_num_seqs`` is the case's batch size
     case: Case  # the settings
     requests: dict[str, list[Request]]  # by category
     # answers of the last run, by category

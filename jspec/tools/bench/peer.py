@@ -101,11 +101,11 @@ class Peer(Worker):
 class Theirs:
     """A peer as a contender."""
 
-    peer: Worker  # with the target loaded
+    peer: Worker  # its target is loaded
     mode: str  # one of the worker's, such as ``MODES``
     case: Case  # the settings
     requests: dict[str, list[Request]]  # by category
-    settings: dict[str, Any]  # of speculative modes, in the worker's protocol
+    settings: dict[str, Any]  # settings of speculative modes, in the worker's protocol
     eos_token_ids: tuple[int, ...]  # ids that end an answer
     makes_batches: bool = False  # whether the worker takes all requests and batches them itself
     counterpart: str = ""  # the contender of jspec that does the same; "" for none

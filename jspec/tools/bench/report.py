@@ -8,7 +8,7 @@ from rich.text import Text
 
 from jspec.tools.bench.contenders import title_of
 
-PARTS = ("drafting", "target", "accepting")  # of a round, in ``split_ms``
+PARTS = ("drafting", "target", "accepting")  # parts of a round, in ``split_ms``
 
 
 def titles(results: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -24,9 +24,9 @@ class Sample:
     """One timed run."""
 
     seconds: float  # wall time
-    cpu_seconds: float  # of all threads of the contender
+    cpu_seconds: float  # processor time of all threads of the contender
     tokens: list[list[int]]  # generated ids, one list a row
-    passes: int | None = None  # of the target, summed over calls, if counted
+    passes: int | None = None  # passes of the target, summed over calls, if counted
     foreign: float | None = None  # mean cores that other processes used; None if unknown
     # the same for each part of the work, by name
     parts: "dict[str, Sample]" = dataclasses.field(default_factory=dict)

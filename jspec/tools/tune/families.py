@@ -28,7 +28,7 @@ _FIXING_KEYS = (
     "synthetic_acceptance_rates",
 )
 _TOP_K = 4  # most children of a node
-_PROBE_NODES = 40  # of the tree that records acceptance
+_PROBE_NODES = 40  # nodes of the tree that records acceptance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Family:
     max_k: int | None  # the largest K; None if the config is a candidate as it is
     takes_trees: bool  # whether static trees are searched
     target: LoadedModel  # the target model
-    dtype: str | None  # of weights
+    dtype: str | None  # dtype of weights
 
     def build(self, config_: Mapping[str, Any]) -> Build:
         """Return the plan and the weights of one of the family's configs."""
