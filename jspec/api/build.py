@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from jspec.api import config
+from jspec.api.backends import DRAFT_KEY, Backends
 from jspec.api.config import SpeculativeConfig
 from jspec.api.config.keys import HYBRID
 from jspec.checkpoints import checkpoint, loading
@@ -42,6 +43,7 @@ def build_plan(
     max_model_len: int | None = None,
     tokenizer: Any = None,
     deterministic: bool = False,
+    backends: Backends = Backends(),  # noqa: B008 (frozen)
 ) -> Build:
     """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``."""
     sizes = loading.sizes(model)
@@ -65,10 +67,12 @@ def build_plan(
     if isinstance(model, LoadedModel) and dtype in (None, "auto"):
         draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
     part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), draft_dtype)
-    _plan(part, sizes, deterministic)  # raises before weights are loaded
+    stated = None if isinstance(model, LoadedModel) else _stated(dtype)
+    # Raise before weights are loaded.
+    _plan(part, sizes, deterministic, dataclasses.replace(backends, dtype=stated))
     loaded = loading.load(model, dtype)
     part, weights = _load(part, loaded, draft_dtype)
-    plan = _plan(part, loaded.config, deterministic)
+    plan = _plan(part, loaded.config, deterministic, backends)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
     return Build(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
 
@@ -93,10 +97,11 @@ class _Part:
     vocabulary: SharedVocabulary | None = None  # if the draft model has another one
     parts: tuple["_Part", ...] = ()  # parts of a hybrid
 
-    @property
-    def networks(self) -> Any:
-        """The networks, as ``SpeculativeConfig.drafter`` takes them."""
-        return tuple(part.networks for part in self.parts) if self.parts else self.network
+    def networks(self, backends: Backends) -> Any:
+        """Return the networks, as ``SpeculativeConfig.drafter`` takes them."""
+        if self.parts:
+            return tuple(part.networks(backends) for part in self.parts)
+        return backends.attending(DRAFT_KEY, self.speculative.attention_backend, self.network)
 
 
 def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
@@ -158,9 +163,16 @@ def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: Loade
     return weights
 
 
-def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
+def _stated(dtype: str | None) -> str:
+    """Return the dtype that caches have if the checkpoint does not say otherwise."""
+    return "bfloat16" if dtype in (None, "auto") else dtype
+
+
+def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool, backends: Backends) -> Plan:
+    sizes = backends.attending("attention_backend", backends.attention, sizes)
+    backends.check_vocabulary(sizes.vocab_size)
     target = BatchInvariantDecoder(sizes) if deterministic else Decoder(sizes)
-    drafter = part.speculative.drafter(part.networks, target)
+    drafter = part.speculative.drafter(part.networks(backends), target)
     if deterministic and drafter.tree_size != drafter.max_depth + 1:
         raise ValueError(
             f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
@@ -173,6 +185,7 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
         packed=target.packs_nodes,
         lengths=part.speculative.lengths,
         batch_sizes=part.speculative.batch_sizes,
+        sampling_backend=backends.sampling,
     )
 
 

@@ -57,6 +57,10 @@ class EngineArgs:
     logprobs_mode: str = argument("raw_logprobs", "raw_logprobs, processed_logprobs, ...")
     max_logprobs: int = argument(20, "Largest logprobs of a request.", check=_MOST_SCORES)
     deterministic: bool = argument(False, "Texts equal to the bit in every batch.", check=_BOOL)
+    attention_backend: str | None = argument(
+        None, "xla, pallas_gpu, pallas_tpu or reference. Default: by device."
+    )
+    sampling_backend: str | None = argument(None, "xla, pallas_gpu or pallas_tpu.")
     enable_prefix_caching: bool | None = argument(
         None,
         "Share the cache of what prompts begin with. Default: if supported.",

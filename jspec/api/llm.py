@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jspec.api import config, engine_args, metrics, prompts
+from jspec.api.backends import Backends
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
@@ -24,6 +25,7 @@ from jspec.core.types import Params
 from jspec.engine import memory, programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
+from jspec.engine.pages import PAGE_SIZE
 from jspec.engine.profile import Profile
 from jspec.util import neutral
 from jspec.util.messages import shown
@@ -65,6 +67,11 @@ class LLM:
       kv_cache_memory_bytes: memory of the KV cache, allocated at once.
       gpu_memory_utilization: share of the device's memory for weights and KV cache, up to which the
         cache grows. None for 0.9 on an accelerator, or 4 GiB of cache on a CPU.
+      attention_backend: form of the target's attention: "xla", "pallas_gpu" (Hopper),
+        "pallas_tpu" or "reference"; None for the device's default (docs/tpu_and_gpu.md). That of
+        the drafter is a key of ``speculative_config``.
+      sampling_backend: form of the rules "standard" and "block" on drawn drafts: "xla",
+        "pallas_gpu" or "pallas_tpu"; None for "xla".
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
@@ -90,6 +97,11 @@ class LLM:
             max_model_len=args.max_model_len,
             tokenizer=args.tokenizer,
             deterministic=args.deterministic,
+            backends=Backends(
+                args.attention_backend,
+                args.sampling_backend,
+                PAGE_SIZE if args.block_size is None else args.block_size,
+            ),
         )
         self.detailed = args.per_request_stats == "detailed"
         self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs

@@ -41,6 +41,8 @@ def bench(
     num_questions: options.NumQuestions = 0,
     repeats: option(int, "Undisturbed samples of each contender.") = 5,
     dtype: options.Dtype = "auto",
+    attention_backend: options.engine_option("attention_backend") = None,
+    sampling_backend: options.engine_option("sampling_backend") = None,
     peers: option(bool, "Measure transformers too, if torch is installed.") = True,
     seed: options.NoiseSeed = 0,
     output: option(Path | None, "Folder for results.json, .md, .png and .html.") = None,
@@ -76,6 +78,8 @@ def bench(
         repeats=repeats,
         dtype=dtype,
         peers=peers,
+        attention_backend=attention_backend,
+        sampling_backend=sampling_backend,
         seed=seed,
     )
     asked = read(questions or [], num_questions)

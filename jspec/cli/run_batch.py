@@ -27,7 +27,10 @@ def run_batch(
     ) = ...,
     served_model_name: option(list[str] | None, "The model's name in requests.") = None,
     *,
-    engine: options.engine("speculative_config", "dtype", "seed", "max_model_len", "max_num_seqs"),
+    engine: options.engine(
+        *("speculative_config", "dtype", "seed", "max_model_len", "max_num_seqs"),
+        *("attention_backend", "sampling_backend"),
+    ),
     answers: options.group(
         Answers,
         *("chat_template", "default_chat_template_kwargs", "generation_config"),

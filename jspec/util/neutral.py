@@ -52,7 +52,6 @@ ENGINE: Table = {
     "config_format": ((None, "auto", "hf"), "config.json and GGUF are read"),
     "download_dir": (_NONE, "set HF_HOME"),
     "served_model_name": (_NONE, "jspec serve has it"),
-    "attention_backend": (_NONE, "the device decides"),
     "enable_expert_parallel": (_OFF, "there is one device"),
     "enable_sleep_mode": (_OFF, "delete the LLM to free its memory"),
     "enable_prompt_embeds": (_OFF, "prompts are text or token ids"),

@@ -148,8 +148,8 @@ def _draw(rows: Rows, end: End, uniform: Array | None) -> Array:
         return jnp.where(refused[:, None], after, before)
 
     if uniform is None:
-        token = jnp.arange(rows.logits.shape[1], dtype=jnp.int32)[None]
-        return weights_of([None if x is None else x[index] for x in stored], token)
+        streams = [None if x is None else x[index] for x in stored]
+        return weights_of(streams, lax.broadcasted_iota(jnp.int32, streams[0].shape, 1))
     segments = jnp.where(refused[:, None], masses.after, masses.before)
     uniform = uniform.astype(jnp.float32)
     noise = sampling.block_noise(uniform, segments.shape[1])

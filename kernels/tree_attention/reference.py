@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
@@ -50,8 +51,8 @@ def tree_attention(
     del first_only  # the results of all nodes are computed
     batch, heads, nodes, _ = q.shape
     dtype, group = jnp.promote_types(q.dtype, jnp.float32), heads // tree_k.shape[1]
-    bit = jnp.arange(tree_k.shape[2])
-    seen = (ancestors[..., bit // 32] >> (bit % 32).astype(jnp.uint32)) & 1 > 0  # [B, N, M]
+    bit = np.arange(tree_k.shape[2], dtype=np.uint32)
+    seen = (ancestors[..., bit // 32] >> (bit % 32)) & 1 > 0  # [B, N, M]
     keys, values = tree_k.astype(dtype), tree_v.astype(dtype)
     if cache_k is not None:
         prefix_k, prefix_v = (_prefix(cache, table).astype(dtype) for cache in (cache_k, cache_v))

@@ -44,6 +44,7 @@ class SpeculativeConfig:
       model: model of the drafter: a path, a hub id or a loaded model. None for methods without one,
         and for heads in the target's files.
       max_model_len: longest sequence to draft for; None for the draft model's own limit.
+      attention_backend: of the drafter's network; None for the device's default.
       settings: fields of the method's drafter.
       drafter_class: class of "custom_class"; None for the named methods.
       parallel: whether one pass drafts all tokens of a round; None for the head's own mode.
@@ -56,6 +57,7 @@ class SpeculativeConfig:
     rule: str | verify.Rule = "rejection"
     model: Any = None
     max_model_len: int | None = None
+    attention_backend: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter_class: type | None = None
     parallel: bool | None = False
@@ -160,6 +162,7 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
         rule=rules.asked_for(values),
         model=values["model"] if "config" in fields else None,
         max_model_len=checking.at_least_one("max_model_len", values["max_model_len"]),
+        attention_backend=values["attention_backend"],
         settings=settings,
         parallel=parallel,
         **checking.lengths(values),
@@ -243,7 +246,7 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
     """Check that every key that the method ignores has its default."""
     used = fields | {"method", "draft_tensor_parallel_size", "draft_sample_method", *_RULE_KEYS}
     if "config" in used:
-        used |= {"model", "max_model_len"}
+        used |= {"model", "max_model_len", "attention_backend"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):
         used |= {"parallel_drafting"}
     if "num_speculative_tokens" in used:

@@ -73,6 +73,8 @@ _WORKS = {
     "distribution recorded) or 'greedy'; for trees also 'top_plus_one' (the likeliest children "
     "and one sample; not in vLLM)",
     "draft_tensor_parallel_size": "1; other values raise until tensor parallelism exists",
+    "attention_backend": "form of the drafter's attention: 'xla', 'pallas_gpu', 'pallas_tpu' or "
+    "'reference'; the device's default if left out",
     "max_model_len": "longest sequence to draft for, within the limits of both models; later "
     "rounds are plain steps",
     "parallel_drafting": "draft all tokens of a round in one pass: for 'draft_model' (PARD; "
@@ -118,7 +120,6 @@ _REFUSED = {
     "speculative_config. Please pass 'draft_tensor_parallel_size' instead.",
     "confidence_threshold": "removed, because it gained nothing; use a smaller "
     "num_speculative_tokens or adaptive_length",
-    "attention_backend": "jspec.ops chooses the kernel by device",
     "disable_eagle_block_drop": _VLLM_ONLY,
     "disable_padded_drafter_batch": _VLLM_ONLY,
     "enforce_eager": "the whole loop is one compiled program; there is no eager mode",

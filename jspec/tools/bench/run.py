@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.api import config
+from jspec.api.backends import Backends
 from jspec.api.build import build_plan
 from jspec.api.llm import LLM
 from jspec.checkpoints import loading
@@ -61,8 +62,9 @@ def bench(
     on_step("loading")
     target = loading.load(model, settings.dtype)
     plain = LLM(target)
+    backends = Backends(settings.attention_backend, settings.sampling_backend)
     for given in settings.configs:  # errors of the last config must not come after hours
-        build_plan(target, config.read(given), dtype=settings.dtype)
+        build_plan(target, config.read(given), dtype=settings.dtype, backends=backends)
     asked, left_out = answered_by(
         plain, questions, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
     )
@@ -193,7 +195,14 @@ class CaseTable:
         settings, case, names = self._settings, self._case, set()
         named = zip((None, *settings.configs), (PLAIN, *names_of(settings.configs)), strict=True)
         for given, name in named:
-            llm = LLM(self._target, given, dtype=settings.dtype, max_num_seqs=case.batch_size)
+            llm = LLM(
+                self._target,
+                given,
+                dtype=settings.dtype,
+                max_num_seqs=case.batch_size,
+                attention_backend=settings.attention_backend,
+                sampling_backend=settings.sampling_backend if given else None,
+            )
             while name in names:
                 name += "'"
             names.add(name)

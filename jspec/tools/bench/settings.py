@@ -77,6 +77,8 @@ class Settings(CommonSettings):
 
     temperatures: tuple[float, ...] = (0.0,)  # each temperature is a table, 0 is greedy
     peers: bool = True  # whether transformers is measured too, if it is installed
+    attention_backend: str | None = None  # As in ``LLM``, for all contenders.
+    sampling_backend: str | None = None  # As in ``LLM``, for ``configs``.
 
     def __post_init__(self):
         super().__post_init__()

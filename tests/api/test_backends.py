@@ -1,0 +1,114 @@
+"""The back-ends that a user names: what is refused before weights load, and what runs."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import jspec
+from jspec import LLM, SamplingParams
+from jspec.api.backends import DRAFT_KEY, Backends
+from jspec.models.heads.medusa import MedusaConfig
+from tests import tiny
+
+DEMO = Path(jspec.__file__).parent / "assets" / "demo"
+EAGLE = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
+BFLOAT16 = dataclasses.replace(tiny.TARGET.config.with_mixers(head_dim=64), cache_dtype="bfloat16")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Let JAX's device be a Hopper GPU, for checks that run nothing there."""
+    gpu = SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN' must be one of 'pallas_gpu', 'xla', '"),
+        ({"attention_backend": "pallas_gpu"}, "'pallas_gpu' runs on an NVIDIA GPU alone, and JAX'"),
+        ({"attention_backend": "pallas_tpu"}, "='pallas_tpu' runs on a TPU alone, and JAX's devic"),
+        ({"sampling_backend": "pallas_tpu"}, "sampling_backend='pallas_tpu' runs on a TPU alone, "),
+        ({"sampling_backend": "triton"}, "sampling_backend='triton' is not known; use None or one"),
+        ({"attention_backend": "xla", "deterministic": True}, "does not support attention='xla'"),
+        (
+            {"speculative_config": EAGLE | {"attention_backend": "FLASHINFER"}},
+            "speculative_config: attention_backend='FLASHINFER' must be one of",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "attention_backend": "xla",
+                }
+            },
+            "attention_backend='xla' is not used by method='ngram'; leave it out",
+        ),
+    ],
+)
+def test_a_backend_that_does_not_run_here_is_refused_by_name(arguments, message):
+    with pytest.raises(ValueError) as error:
+        LLM(str(DEMO / "target"), **arguments)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "page", "message"),
+    [
+        (
+            dataclasses.replace(BFLOAT16, cache_dtype="float32"),
+            64,
+            "keys and values in bfloat16.*or leave attention_backend",
+        ),
+        (
+            BFLOAT16.with_mixers(head_dim=72),
+            64,
+            "heads of a multiple of 16 features up to 128, not 72; pad them",
+        ),
+        (BFLOAT16, 48, "takes pages of a multiple of 64 slots, not 48; choose others, or leave"),
+    ],
+)
+def test_a_model_that_a_kernel_does_not_take_is_refused(config, page, message, hopper):
+    backends = Backends("pallas_gpu", page_size=page)
+    with pytest.raises(ValueError, match=f"^attention_backend='pallas_gpu' .*{message}"):
+        backends.attending("attention_backend", "pallas_gpu", config)
+    # The dtype of a checkpoint is read with its weights; until then none is refused.
+    assumed = dataclasses.replace(backends, dtype="bfloat16", page_size=64)
+    fits = dataclasses.replace(BFLOAT16, cache_dtype="float32")
+    assert assumed.attending("attention_backend", "pallas_gpu", fits).attention == "pallas_gpu"
+
+
+def test_a_vocabulary_that_the_sampling_kernel_does_not_take_is_refused(hopper):
+    Backends(sampling="pallas_gpu").check_vocabulary(32000)
+    with pytest.raises(ValueError, match=r"takes vocabularies of 2048 tokens or more.*not 64, or"):
+        Backends(sampling="pallas_gpu").check_vocabulary(64)
+
+
+def test_a_drafter_without_attention_takes_no_backend():
+    head = MedusaConfig(2, 1, 32, 64, 64, (2,), 2)
+    with pytest.raises(ValueError, match="is for drafters with attention; leave it out"):
+        Backends().attending(DRAFT_KEY, "xla", head)
+
+
+@pytest.mark.parametrize("name", [None, "auto", "xla", "reference"])
+def test_target_and_drafter_run_the_named_form_and_texts_stay(name):
+    llm = LLM(
+        str(DEMO / "target"),
+        EAGLE | {"attention_backend": name},
+        dtype="float32",
+        attention_backend=name,
+        sampling_backend="xla",
+    )
+    chosen = None if name == "auto" else name
+    plan = llm.build.plan
+    assert plan.target.config.attention == plan.drafter.config.network.attention == chosen
+    assert plan.sampling_backend == "xla"
+    params = SamplingParams(max_tokens=17, temperature=0.8, seed=3)
+    text = llm.generate("The cat sat on", params)[0].outputs[0].text
+    plain = LLM(str(DEMO / "target"), EAGLE, dtype="float32")
+    assert text == plain.generate("The cat sat on", params)[0].outputs[0].text
