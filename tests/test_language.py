@@ -175,9 +175,6 @@ CEILINGS: dict[str, dict[str, int]] = {
         "tests": 60,
     },
     "comments that finish a name": {
-        "jspec/cli": 1,
-        "jspec/server": 17,
-        "jspec/tools": 3,
         "kernels": 1,
     },
     "verbs of persons": {

@@ -243,7 +243,7 @@ def _acceptance(done: Run) -> tuple[str, str]:
 def verdict(done: Run, base: Run, gap: Gap) -> Text:
     """Return the comparison with the baseline's text, token for token."""
     rule = (done.setting.config or {}).get("rejection_sample_method")
-    if done.setting.temperature > 0 and rule == "block":  # which promises the distribution alone
+    if done.setting.temperature > 0 and rule == "block":  # it promises the distribution alone
         return Text("same probs")
     if done.tokens == base.tokens:
         return Text("identical", style="bold green")

@@ -112,7 +112,7 @@ class Form(ChoicesForm):
         self._use, self._reasoner = use, reasoner
         as_ids = bool(fields.return_tokens_as_token_ids)
         self._names = scores.TokenNames(server.llm.get_tokenizer(), as_ids)
-        self._readers: dict[int, PartReader] = {}  # of each text
+        self._readers: dict[int, PartReader] = {}  # a reader for each text
         shows_reasoning = reasoner is None or fields.include_reasoning is not False
         self._reads = dict(
             is_parallel=fields.parallel_tool_calls is not False, shows_reasoning=shows_reasoning

@@ -115,7 +115,7 @@ def taken(kind: type, value: Any) -> Any:
     try:
         return _LAX[kind].validate_python(value)
     except ValidationError:
-        return value  # which the field itself refuses
+        return value  # the field itself refuses it
 
 
 @functools.cache

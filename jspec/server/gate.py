@@ -19,7 +19,7 @@ from jspec.util import limits
 _log = logging.getLogger("jspec.server.access")
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})  # without a key
-_TRACE = "traceparent", "tracestate"  # of the W3C, for spans
+_TRACE = "traceparent", "tracestate"  # the W3C's headers of spans
 _WHILE_DRAINING = frozenset({"/metrics", "/version", "/load"})
 
 trace_headers: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("trace_headers")

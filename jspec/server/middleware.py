@@ -43,7 +43,7 @@ def around(app: ASGIApp, cors: Cors | None, middlewares: Sequence[Any]) -> ASGIA
     """Return an app within middlewares, the last of them outermost, and all of them within CORS."""
     for each in middlewares:
         app = each(app) if inspect.isclass(each) else BaseHTTPMiddleware(app, dispatch=each)
-    if middlewares:  # which may fail; the API answers its own errors
+    if middlewares:  # they may fail; the API answers its own errors
         app = _Answering(app)
     if cors is None:
         return app

@@ -16,7 +16,7 @@ class Parts:
 
     reasoning: str
     content: str
-    deltas: list[Delta]  # of calls
+    deltas: list[Delta]  # deltas of calls
     finish_reason: str | None
 
     @property

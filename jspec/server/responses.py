@@ -114,7 +114,7 @@ class _Response(Form):
     def __init__(self, fields: ResponseFields, form: chat.Form, model: str):
         self._form = form
         self._items: list[dict[str, Any]] = []
-        self._kind: str | None = None  # of the last item, while it grows
+        self._kind: str | None = None  # kind of the last item, while it grows
         self._num_events = 0
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",

@@ -40,7 +40,7 @@ _TYPICAL_SCHEMA = {
 }
 _log = logging.getLogger(__name__)
 _MOST_HEADER_BYTES = 64 << 10
-_IDLE_SECONDS = 15  # of a connection between two requests
+_IDLE_SECONDS = 15  # idle time of a connection between two requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,7 @@ class _Uvicorn(uvicorn.Server):
         )
         super().__init__(config)
         self._server, self._network, self._on_ready = server, network, on_ready
-        self._end: float | None = None  # of draining
+        self._end: float | None = None  # end of draining
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""

@@ -68,7 +68,7 @@ def _of_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | No
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": schema}
-        case {"type": "json_schema", "schema": dict(schema)}:  # of /v1/responses
+        case {"type": "json_schema", "schema": dict(schema)}:  # the form of /v1/responses
             return {"json": schema}
         case {"type": "structural_tag"}:
             return {"structural_tag": dict(response_format)}

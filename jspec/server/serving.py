@@ -17,7 +17,7 @@ from jspec.server.metrics import Observer
 from jspec.util import limits
 from jspec.util.messages import printable
 
-SHORT_BYTES = 64 << 10  # of a body that is worked on at once
+SHORT_BYTES = 64 << 10  # largest body that is worked on at once
 _LONG_THREADS = 2  # bodies above it that are worked on at a time
 
 body_size: contextvars.ContextVar[int] = contextvars.ContextVar("body_size", default=0)
@@ -28,14 +28,14 @@ class Settings:
     """The choices of an operator, beside the arguments of ``LLM``."""
 
     model_names: tuple[str, ...]  # the first one is that of answers
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by field
     max_new_tokens: int | None = None  # most tokens of any text; None: the room after its prompt
     chat_template: str | None = None  # None: the tokenizer's
-    template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of requests
+    template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by name
     trusts_chat_templates: bool = False  # whether requests may bring their own
     chat_template_content_format: str = "auto"
     tool_parser: str | None = None  # None: tool_choice "auto" is refused
-    max_texts: int = limits.TEXTS_OF_BODY.most  # of a request: its prompts times n
+    max_texts: int = limits.TEXTS_OF_BODY.most  # texts of a request: its prompts times n
     reasoning_parser: str | None = None  # None: texts have no reasoning
     request_seconds: float | None = None  # longest time for a request; None: any
     has_dev_endpoints: bool = False

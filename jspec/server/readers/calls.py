@@ -20,7 +20,7 @@ Steps = Generator[None, None, Any]  # it yields where it needs more text
 class Delta:
     """A new part of a call: the first one has its name and id, the others pieces of arguments."""
 
-    index: int  # of the call in its text
+    index: int  # index of the call in its text
     arguments: str = ""  # a piece of JSON
     name: str | None = None
     id: str | None = None

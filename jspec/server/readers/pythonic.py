@@ -8,7 +8,7 @@ from typing import Any
 
 from jspec.server.readers.calls import CallReader, Steps
 
-_NAMES = {"true": True, "false": False, "null": None}  # of JSON, which models write too
+_NAMES = {"true": True, "false": False, "null": None}  # JSON's names, because models write them too
 _SPELLED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\0"}
 _FIRST = re.compile(r"[A-Za-z_][\w.]*\s*\(")
 
@@ -71,7 +71,7 @@ class Pythonic(CallReader):
     def _is_call(self, source: str) -> bool:
         """Begin and end the call that a source is; return whether it is one."""
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes that Python lacks
+            with warnings.catch_warnings(action="ignore"):  # Python warns of unknown escapes
                 call = ast.parse(source.strip(), mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return False

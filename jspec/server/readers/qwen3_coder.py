@@ -124,7 +124,7 @@ def _as_json(text: str, types: set[str]) -> str:
     """Return the JSON of a value: JSON or a literal of Python of such a type, or else text."""
     for read in (json.loads, ast.literal_eval):
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes that Python lacks
+            with warnings.catch_warnings(action="ignore"):  # Python warns of unknown escapes
                 value = read(text.strip())
             if "string" not in types or not types.isdisjoint(_NAMES[type(value)]):
                 return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -36,7 +36,7 @@ class Candidate:
     """A config that may be the fastest."""
 
     family: "Family"
-    tree: StaticTree | None = None  # of its drafts, or a chain; None for the config as it is
+    tree: StaticTree | None = None  # tree of its drafts, or a chain; None for the config as it is
 
     @property
     def name(self) -> str:

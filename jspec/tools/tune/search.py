@@ -22,8 +22,8 @@ from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.settings import SAMPLED_ANSWERS, TREE_STEP, Settings
 from jspec.tools.tune.trees import best_trees
 
-_FIRST_K = 4  # of every method's first chain
-_PROMISING = 0.7  # of the best speed: a method whose first chain is slower is not searched further
+_FIRST_K = 4  # K of every method's first chain
+_PROMISING = 0.7  # share of the best speed; a slower first chain ends a method's search
 _SECONDS = 2.0  # a candidate is measured in as many turns as plain decoding needs for them
 
 
