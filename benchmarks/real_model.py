@@ -37,7 +37,7 @@ from jspec.tools.bench.questions import Question, read
 from jspec.tools.bench.run import bench
 from jspec.tools.bench.settings import Settings, check_whole
 from jspec.util import atomic_files
-from jspec.util.values import check_output
+from jspec.util.atomic_files import check_output
 
 _RESULTS = Path(__file__).with_name("results")
 _LOG_WIDTH = 200

@@ -10,7 +10,7 @@ import numpy as np
 from jspec.checkpoints.files import safetensors_files
 from jspec.core.types import Shared
 from jspec.util import atomic_files
-from jspec.util.values import check_output
+from jspec.util.atomic_files import check_output
 
 
 def save(path: str | os.PathLike, shared: Shared) -> None:

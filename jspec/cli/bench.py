@@ -13,8 +13,8 @@ from rich.text import Text
 from jspec.cli import arguments, options
 from jspec.cli.options import option
 from jspec.cli.stages import Stages
+from jspec.util.atomic_files import check_apart, check_output
 from jspec.util.messages import shown
-from jspec.util.values import check_apart, check_output
 
 _many = functools.partial(option, rich_help_panel="Cases (each option may be repeated)")
 _LOG_WIDTH = 200

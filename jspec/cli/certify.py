@@ -9,7 +9,7 @@ from rich.console import Console
 from jspec.cli import arguments, options
 from jspec.cli.options import option
 from jspec.cli.stages import Stages
-from jspec.util import values
+from jspec.util import atomic_files
 
 _PANEL = {"rich_help_panel": "Model"}
 _of_model = functools.partial(option, **_PANEL)
@@ -49,7 +49,7 @@ def certify(
     config = options.speculative_config(speculative_config)
     texts = [*(prompt or ()), *(arguments.prompt(None, file, None) for file in prompt_file or ())]
     parents = None if tree is None else arguments.numbers("--tree", tree, "-1,0,0,1")
-    values.check_output("--json", json_file)
+    atomic_files.check_output("--json", json_file)
     from jspec.engine import programs
     from jspec.tools.certify import certify
     from jspec.tools.certify.page import page

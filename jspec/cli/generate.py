@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jspec.cli import arguments, options
 from jspec.cli.options import option
-from jspec.util import atomic_files, values
+from jspec.util import atomic_files
 
 if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
     from jspec.api.llm import LLM
@@ -72,7 +72,7 @@ def trace(
 ) -> None:
     """Continue a prompt and show the draft, its probabilities and the end of every round."""
     model, prompt = options.model_and_prompt(model, prompt, model_flag)
-    values.check_output("--html", html)
+    atomic_files.check_output("--html", html)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
     from jspec.cli import demo

@@ -10,7 +10,7 @@ from jspec.cli import options
 from jspec.cli.bench import configs_of, finish
 from jspec.cli.options import option
 from jspec.cli.stages import Stages
-from jspec.util.values import check_apart, check_output
+from jspec.util.atomic_files import check_apart, check_output
 
 _many = functools.partial(option, rich_help_panel="Search space (each option may be repeated)")
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}

@@ -20,7 +20,7 @@ from jspec.server import chat, completions, errors, responses, sizes
 from jspec.server.errors import RequestError
 from jspec.server.fields import ChatFields, CompletionFields, ResponseFields
 from jspec.server.serving import Server
-from jspec.util import values
+from jspec.util import atomic_files, values
 from jspec.util.messages import shown
 
 try:
@@ -96,7 +96,7 @@ class Output:
     """
 
     def __init__(self, path: Path, lines: list[Line]):
-        values.check_output("-o", path)
+        atomic_files.check_output("-o", path)
         if path.exists():
             raise ValueError(f"-o {path} exists already; name another file, or remove it.")
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")

@@ -1,4 +1,4 @@
-"""Atomic writes of a single file to a path that a user gave."""
+"""Paths that a user gave for output: checks before the work, and atomic writes of single files."""
 
 import contextlib
 import os
@@ -69,3 +69,50 @@ def write(path: Path, content: bytes) -> None:
         return
     with aside(followed(path)) as partial:
         partial.write_bytes(content)
+
+
+def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
+    """Refuse an output path that cannot be written, before a command begins its work.
+
+    Args:
+      option: name of the command-line option.
+      path: the file to write, or None. With ``folder`` it is a folder that the command creates.
+
+    Raises:
+      ValueError: the parent folder is missing or is a file, or permissions forbid the write.
+    """
+    if path is None or (not folder and is_stream(path) and os.access(path, os.W_OK)):
+        return
+    target = followed(path)
+    parent = target if folder else target.parent
+    while folder and not parent.exists():
+        parent = parent.parent
+    if parent.exists() and not parent.is_dir():
+        raise ValueError(f"{option} {path}: {parent} is a file, not a folder; name another place.")
+    if not parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {parent}; make it first.")
+    if not folder and path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file in it.")
+    # The folder must be writable too: the file is written beside its target and then moved.
+    for needed in (parent, target):
+        if needed.exists() and not os.access(needed, os.W_OK):
+            raise ValueError(f"{option} {path}: {needed} may not be written; name another place.")
+
+
+def check_apart(*outputs: tuple[str, Path | None]) -> None:
+    """Refuse outputs (option, path or None) that would overwrite each other; streams may repeat.
+
+    Raises:
+      ValueError: two options name the same file.
+    """
+    option_of: dict[str, str] = {}
+    for option, path in outputs:
+        if path is None or is_stream(path):
+            continue
+        target = os.path.realpath(path)
+        if target in option_of:
+            raise ValueError(
+                f"{option} {path} is the file of {option_of[target]} too and would overwrite it; "
+                "name another."
+            )
+        option_of[target] = option

@@ -1,16 +1,13 @@
 """Checks of the values and paths that users pass; JSON and NumPy have several number types."""
 
 import json
-import os
 import pkgutil
 from collections.abc import Hashable, Sequence
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jspec.util import atomic_files
 from jspec.util.messages import shown
 
 INT32 = 2**31
@@ -107,53 +104,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {shown(key)} stands twice")
         keyed[key] = value
     return keyed
-
-
-def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
-    """Refuse an output path that cannot be written, before a command begins its work.
-
-    Args:
-      option: name of the command-line option.
-      path: the file to write, or None. With ``folder`` it is a folder that the command creates.
-
-    Raises:
-      ValueError: the parent folder is missing or is a file, or permissions forbid the write.
-    """
-    if path is None or (not folder and atomic_files.is_stream(path) and os.access(path, os.W_OK)):
-        return
-    target = atomic_files.followed(path)
-    parent = target if folder else target.parent
-    while folder and not parent.exists():
-        parent = parent.parent
-    if parent.exists() and not parent.is_dir():
-        raise ValueError(f"{option} {path}: {parent} is a file, not a folder; name another place.")
-    if not parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {parent}; make it first.")
-    if not folder and path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; name a file in it.")
-    # The folder must be writable too: the file is written beside its target and then moved.
-    for needed in (parent, target):
-        if needed.exists() and not os.access(needed, os.W_OK):
-            raise ValueError(f"{option} {path}: {needed} may not be written; name another place.")
-
-
-def check_apart(*outputs: tuple[str, Path | None]) -> None:
-    """Refuse outputs (option, path or None) that would overwrite each other; streams may repeat.
-
-    Raises:
-      ValueError: two options name the same file.
-    """
-    option_of: dict[str, str] = {}
-    for option, path in outputs:
-        if path is None or atomic_files.is_stream(path):
-            continue
-        target = os.path.realpath(path)
-        if target in option_of:
-            raise ValueError(
-                f"{option} {path} is the file of {option_of[target]} too and would overwrite it; "
-                "name another."
-            )
-        option_of[target] = option
 
 
 def encodes(text: str) -> bool:

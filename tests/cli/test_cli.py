@@ -370,10 +370,9 @@ def test_trace_without_a_model_writes_a_page_of_the_embedded_one(
 _WRITES = """
 import sys
 from pathlib import Path
-from jspec.util import values
 from jspec.util import atomic_files
 print("before")
-values.check_output("--json", Path("/dev/stdout"))
+atomic_files.check_output("--json", Path("/dev/stdout"))
 atomic_files.write(Path("/dev/stdout"), b"results\\n")
 print("after")
 """

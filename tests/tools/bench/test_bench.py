@@ -18,7 +18,7 @@ from jspec.tools.bench.peer import PeerError, Worker
 from jspec.tools.bench.questions import Question, Request
 from jspec.tools.bench.run import CaseTable, bench
 from jspec.tools.bench.settings import Settings
-from jspec.util import values
+from jspec.util import atomic_files
 from tests import browser, llm_fixtures
 
 QUESTIONS = [
@@ -319,7 +319,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path, target):
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    values.check_output("--json", tmp_path / "pipe")
+    atomic_files.check_output("--json", tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     files.write_json({"rows": []}, tmp_path / "pipe")
     assert json.loads(os.read(reader, 99)) == {"rows": []} and (tmp_path / "pipe").is_fifo()
