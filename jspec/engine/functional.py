@@ -214,12 +214,20 @@ def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None)
     Each launch is dispatched before the one before it is read.
     """
     left, unread = rounds, collections.deque()
-    nobody = np.zeros(batch.state.done.shape, bool)
+    unwatched = np.zeros(batch.state.done.shape, bool)
     while left != 0 and not all(answer.finish_reason for answer in batch.answers):
         count = batch.profile.rounds if left is None else min(left, batch.profile.rounds)
         left = left and left - count
-        inputs = params, batch.request, batch.shared, batch.state, np.int32(count), nobody
-        shared, state, ran = launch(plan, batch.profile, *inputs)
+        shared, state, ran = launch(
+            plan,
+            batch.profile,
+            params,
+            batch.request,
+            batch.shared,
+            batch.state,
+            np.int32(count),
+            unwatched,
+        )
         batch = batch.replace(shared=shared, state=state)
         unread.append(ran)
         if len(unread) > 1:

@@ -201,8 +201,9 @@ class Programs:
         engine, rows = self._engine, [None] * self._engine.num_slots
         request = slots.with_keys.eval_shape(*self._words(profile))
         capacity = slots.buffer_size(engine.plan, engine.capacity)
-        inputs = engine.plan, engine.params, len(rows), capacity, engine.pool is not None
-        state = slots.allocate.eval_shape(*inputs)
+        state = slots.allocate.eval_shape(
+            engine.plan, engine.params, len(rows), capacity, engine.pool is not None
+        )
         states = token_fsm.first_state(request.sampling.automaton)
         state = state.replace(history=state.history.replace(state=states))
         if engine.pool is not None:

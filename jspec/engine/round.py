@@ -154,8 +154,7 @@ def second_half(
     out, captured = out.replace(features=out.features[:count]), out.features[count:]
     verdict = verdict.replace(num_emitted=jnp.where(state.done, 0, verdict.num_emitted))
     if ran is not None:
-        judged = draft, tree, verdict, out.logits
-        ran = launches.score(ran, request.sampling, state.history, *judged)
+        ran = launches.score(ran, request.sampling, state.history, draft, tree, verdict, out.logits)
 
     # Commit the accepted path and drop the rest.
     with jax.named_scope("commit"):

@@ -212,14 +212,17 @@ class Runner:
         A sequence whose grammar cannot be followed ends by the error.
         """
         profile = self._profile(seated, follows=True)
-        inputs = self.params, self.request.arrays
-        state, halfway = draft_alone(chosen.plan, *inputs, self.shared, self._lent(), table)
+        request = self.request.arrays
+        state, halfway = draft_alone(
+            chosen.plan, self.params, request, self.shared, self._lent(), table
+        )
         self._take_back(state)
         bits, used = self._masks(halfway.whole, members)
         self.shared, state, ran = verify_alone(
             chosen.plan,
             profile,
-            *inputs,
+            self.params,
+            request,
             self.shared,
             self._lent(),
             halfway,
@@ -269,9 +272,11 @@ class Runner:
         words = num_words(self.plan.target.vocab_size)
         bits = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
         for slot in np.flatnonzero(used):
-            sequence, nodes = members[slot], (tokens[slot], parents[slot], valid[slot])
+            sequence = members[slot]
             try:
-                bits[slot] = sequence.follower.masks(sequence.answer.tokens, *nodes)
+                bits[slot] = sequence.follower.masks(
+                    sequence.answer.tokens, tokens[slot], parents[slot], valid[slot]
+                )
             except faults.INTERRUPTIONS:
                 raise
             except BaseException as error:  # panics of Rust are no Exception

@@ -95,9 +95,13 @@ class EngineSequence:
     def extend(self, launch: Launch, slot: int) -> None:
         """Add what a launch did, which was brought to the host."""
         self.is_suspect = False
-        limits = self.params.stop_token_ids, self.params.max_tokens
-        scored = launch.scored_as(self.scoring)
-        self.answer = answers.extended(self.answer, scored, slot, *limits)
+        self.answer = answers.extended(
+            self.answer,
+            launch.scored_as(self.scoring),
+            slot,
+            self.params.stop_token_ids,
+            self.params.max_tokens,
+        )
         self.table.advance(self.text, int(launch.num_cached[slot]))
 
     def add_prompt_scores(self, scores: Logprobs) -> None:

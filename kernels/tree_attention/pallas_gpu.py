@@ -27,7 +27,7 @@ Array = jax.Array
 
 TILE_ROWS = 64  # rows of a wgmma
 PAGE_MULTIPLE = 64  # a block of the cache lies in one page
-FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: depth of wgmma, limit of shared memory
+FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # sizes of a head: depth of wgmma, limit of shared memory
 MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
 FASTER_NODES = 64  # at most: on an H200, 3.1 to 7.8 times XLA's speed (accelerator_check_h200.json)
