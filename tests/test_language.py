@@ -174,8 +174,7 @@ CEILINGS: dict[str, dict[str, int]] = {
         "kernels": 12,
         "tests": 60,
     },
-    "comments that finish a name": {
-    },
+    "comments that finish a name": {},
     "verbs of persons": {
         "benchmarks": 7,
         "jspec/api": 9,
