@@ -19,7 +19,10 @@ class CompileAhead:
         if program in self._begun:
             return
         self._begun.add(program)
-        lowered = lower()  # Python, of which one thread runs at a time
+        try:
+            lowered = lower()  # Python, of which one thread runs at a time
+        except Exception:
+            return
 
         def compile() -> None:
             with contextlib.suppress(Exception):
