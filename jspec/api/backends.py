@@ -87,6 +87,8 @@ def named(key: str, name: Any) -> str | None:
 
 
 def _check_device(key: str, name: str | None, operation: str) -> None:
+    if name is None:
+        return
     platforms = {each.platform for each in ops.BACKENDS[operation] if each.name == name}
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     if platforms and not platforms & {None, here}:

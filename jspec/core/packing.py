@@ -52,7 +52,7 @@ class Packing:
         """Return ``x`` [1, M, ...] by nodes, [B, N, ...]; undefined where they are not listed."""
         return x[0, self.entries]
 
-    def over(self, function: Callable[[Array], Array], x: Array, least: int = 1) -> Array:
+    def over(self, function: Callable[[Array], Array], x: Array, least: int = 0) -> Array:
         """Run ``function`` over the first entries of x [1, M, ...]: the fewest of ``sizes``.
 
         The function maps [1, m, ...] to [1, m, ...], each entry for itself. Other entries are 0.

@@ -154,7 +154,7 @@ def test_a_loaded_head_for_a_target_of_another_width_is_refused(root, kind):
     assert loading.load_head(loaded, TARGET) is loaded
     others = [{"hidden_size": 64}, {"vocab_size": 999}]
     if max(loaded.config.capture_layers):  # the embeddings are hidden states of any target
-        others.append({"num_layers": 0})
+        others.append({"layers": ()})
     for other in others:
         with pytest.raises(ValueError, match="made for another target"):
             loading.load_head(loaded, dataclasses.replace(TARGET, **other))

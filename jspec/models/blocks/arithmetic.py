@@ -31,7 +31,7 @@ def packed_linear(packing: Packing) -> Linear:
         if math.prod(w.shape) < _LEAST_SWITCHED:
             return run(x)
         is_wide = w.dtype == jnp.float32
-        return packing.over(run, x, least=1 if is_wide else MATMULS["cpu"].free_rows)
+        return packing.over(run, x, least=0 if is_wide else MATMULS["cpu"].free_rows)
 
     return linear
 
