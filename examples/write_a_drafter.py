@@ -8,15 +8,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jspec
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.models import decoder
-from jspec.models.blocks.attention import Attention
-from jspec.models.blocks.mlp import GatedMlp
-from jspec.models.decoder import Layer
+from jspec.models.blocks import attention, mlp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +49,12 @@ if len(sys.argv) > 1:
     loaded = jspec.load(sys.argv[1])
     target, params = loaded.target, loaded.params
 else:  # a small model with random weights; its text soon runs in circles
-    layer = Layer(Attention(num_heads=4, num_kv_heads=2, head_dim=16), GatedMlp(128))
+    layer = decoder.Layer(attention.Attention(4, 2, head_dim=16), mlp.GatedMlp(128))
     target = decoder.Decoder(decoder.DecoderConfig(128, 64, (layer, layer), max_positions=512))
     params = decoder.init_params(jax.random.key(0), target.config)
-
 prompts, limit = [[1, 2, 3], [4, 5]], {"max_new_tokens": 100}
 plain = jspec.generate(target, params, prompts, **limit)
 drafted = jspec.generate(target, params, prompts, drafter=Bigram(4, target.vocab_size), **limit)
 for a, b in zip(plain, drafted, strict=True):
-    print("same text:", np.array_equal(a.tokens, b.tokens))
+    print("same text:", jnp.array_equal(a.tokens, b.tokens))
     print(f"tokens a pass: {a.acceptance_length:.2f} plain, {b.acceptance_length:.2f} drafted")
