@@ -82,7 +82,7 @@ def random_params(name: str):
     """Return distinct weights, large enough for varied drafts, and a scattered vocabulary."""
     config = CONFIGS[name]
     shapes = jax.eval_shape(lambda: dflash.init_params(jax.random.key(0), config))
-    rng = np.random.default_rng(len(name))
+    rng = np.random.default_rng(len(name) + 10)
     draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
     params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
     if not config.reduced:
