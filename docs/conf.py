@@ -18,6 +18,7 @@ autodoc_default_options = {
     "members": True,
     "exclude-members": "replace",
 }  # a method of every flax dataclass
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 default_role = "code"

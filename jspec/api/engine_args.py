@@ -1,6 +1,7 @@
 """``EngineArgs``: the arguments of ``LLM``, of which commands make their flags. It loads no JAX."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -112,5 +113,12 @@ def in_signature(function: Callable[..., Any]) -> Callable[..., Any]:
         for name, field in FIELDS.items()
         if name not in signature.parameters
     ]
-    function.__signature__ = signature.replace(parameters=[*before, *more, unknown])
-    return function
+
+    # A function without defaults of its own: Sphinx looks for their texts in its source.
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    del call.__wrapped__
+    call.__signature__ = signature.replace(parameters=[*before, *more, unknown])
+    return call
