@@ -31,7 +31,7 @@ chat: $(VENV)/.chat  ## talk with SmolLM2, a small instruct model
 serve: $(VENV)/.serve  ## OpenAI's HTTP API at port 8000, over SmolLM2 if it is installed, else the embedded model
 	@$(BIN)/jspec serve
 
-test: $(VENV)/.test  ## engine, rules, models, checkpoints, API, server, command line; eight minutes
+test: $(VENV)/.test  ## engine, rules, models, checkpoints, API, server, command line
 	@$(BIN)/pytest -q -m "not slow and not more" -n 2 --dist loadfile
 
 test-more: $(VENV)/.test  ## the rest: methods, kernels, training, tools, documentation, hostile input
