@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -52,25 +53,29 @@ class Packing:
         """Return ``x`` [1, M, ...] by nodes, [B, N, ...]; undefined where they are not listed."""
         return x[0, self.entries]
 
-    def over(self, function: Callable[[Array], Array], x: Array, least: int = 0) -> Array:
-        """Run ``function`` over the first entries of x [1, M, ...]: the fewest of ``sizes``.
+    def from_size(self, least: int) -> "Packing":
+        """Return the packing without sizes below ``least``, where a larger one takes as long."""
+        sizes = tuple(size for size in self.sizes[:-1] if size >= least) + self.sizes[-1:]
+        index = jnp.maximum(self.size_index - (len(self.sizes) - len(sizes)), 0)
+        return self.replace(sizes=sizes, size_index=index)
 
-        The function maps [1, m, ...] to [1, m, ...], each entry for itself. Other entries are 0.
-        Sizes below ``least`` are not used, where a larger one takes the same time.
+    def over(self, function: Callable[..., Any], *xs: Array) -> Any:
+        """Run ``function`` over the first entries of arrays [1, M, ...]: the fewest of ``sizes``.
+
+        The function maps arrays [1, m, ...] to such arrays, each entry for itself. Other entries
+        of the results are 0.
         """
+        most = self.sizes[-1]
 
-        def first(size: int) -> Callable[[Array], Array]:
-            def run(x: Array) -> Array:
-                y = function(x[:, :size])
-                return jnp.pad(y, ((0, 0), (0, x.shape[1] - size), *[(0, 0)] * (y.ndim - 2)))
+        def widen(y: Array) -> Array:
+            return jnp.pad(y, ((0, 0), (0, most - y.shape[1]), *[(0, 0)] * (y.ndim - 2)))
 
-            return run
+        def first(size: int) -> Callable[..., Any]:
+            return lambda *xs: jax.tree.map(widen, function(*(x[:, :size] for x in xs)))
 
-        used = [size for size in self.sizes if size >= least]
-        if len(used) <= 1:
-            return function(x)
-        index = jnp.maximum(self.size_index - (len(self.sizes) - len(used)), 0)
-        return lax.switch(index, list(map(first, used)), x)
+        if len(self.sizes) == 1:
+            return function(*xs)
+        return lax.switch(self.size_index, [first(size) for size in self.sizes], *xs)
 
 
 def packing_of(listed: Array, sizes: Sequence[int], drafts_always: bool = False) -> Packing:

@@ -16,9 +16,9 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, shape_checks, trees, validation
-from jspec.core.packing import Packing
+from jspec.core.packing import MATMULS, Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
-from jspec.models.blocks.arithmetic import Linear, normal, packed_linear, rows_at
+from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
 from jspec.models.blocks.experts import Experts
@@ -189,7 +189,7 @@ def trunk(
     ``attend`` implements the attention: causal within x for training, over a cache for decoding.
     With ``remat`` a backward pass stores only the inputs of blocks and recomputes the rest. If
     ``rows`` [B, M] is given, the last block computes only these rows, and keys and values of all.
-    With a ``packing``, of which ``linear`` is, x are its entries.
+    With a ``packing`` x are its entries.
 
     Returns:
       The last residual stream [B, T, D] (before the final norm), and the streams of
@@ -221,18 +221,31 @@ def apply_layer(
 
     ``rows`` [B, M] restricts the output to [B, M, D].
     """
+    return apply_normed(layer, params, x, layer.norm(x, params.mixer_norm), run, index, rows)
+
+
+def apply_normed(
+    layer: Layer,
+    params: LayerParams,
+    x: Array,
+    normed: Array,
+    run: Pass,
+    index: int,
+    rows: Array | None = None,
+) -> Array:
+    """Return ``apply_layer`` of x [B, T, D] whose mixer has the input ``normed`` [B, T, ...]."""
     with jax.named_scope("attention"):
-        normed = layer.norm(x, params.mixer_norm)
-        mixed = layer.mixer.apply(params.mixer, normed, run, index, rows)
-        x = rows_at(x, rows) + mixed
-    with jax.named_scope("mlp"):
-        return x + apply_feed_forward(layer, params, x, run)
+        mixed = layer.mixer.mix(params.mixer, normed, run, index, rows)
 
+    def after_mixing(x: Array, mixed: Array) -> Array:
+        with jax.named_scope("attention"):
+            x = x + layer.mixer.output(params.mixer, mixed, run.linear).astype(x.dtype)
+        with jax.named_scope("mlp"):
+            normed = layer.norm(x, params.feed_forward_norm)
+            return x + layer.feed_forward.apply(params.feed_forward, normed, run).astype(x.dtype)
 
-def apply_feed_forward(layer: Layer, params: LayerParams, x: Array, run: Pass) -> Array:
-    """Return the output [B, T, D] of a layer's second norm and its feed-forward."""
-    normed = layer.norm(x, params.feed_forward_norm)
-    return layer.feed_forward.apply(params.feed_forward, normed, run).astype(x.dtype)
+    # Tokens do not meet any more: one choice of a size for all that is left.
+    return over_listed(run.packing, params.feed_forward, after_mixing, rows_at(x, rows), mixed)
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
@@ -258,10 +271,12 @@ def forward(
     """
     tree = trees.broadcast(tree, tokens.shape[0])
     attend, tree_kv = attention_over(cache, tree, packing=packing, implementation=config.attention)
-    positions, unpack, linear = cache.length[:, None] + tree.depth, lambda x: x, ops.linear
+    positions, unpack = cache.length[:, None] + tree.depth, lambda x: x
     if packing is not None:
+        if params.embedding.dtype != jnp.float32:  # Narrow weights are widened, for one row too.
+            packing = packing.from_size(MATMULS["cpu"].free_rows)
         tokens, positions = packing.pack(tokens), packing.pack(positions)
-        unpack, linear = packing.unpack, packed_linear(packing)
+        unpack = packing.unpack
     x = embed(params, config, tokens)
     x, features = trunk(
         params,
@@ -269,11 +284,12 @@ def forward(
         x,
         positions,
         attend,
-        linear=linear,
         capture_layers=capture_layers,
         packing=packing,
     )
-    logits = unpack(unembed(params, config, x, linear=linear))
+    head = params.embedding if params.head is None else params.head
+    logits = over_listed(packing, head, lambda x: unembed(params, config, x), x)
+    logits = unpack(logits)
     return TargetOutput(logits, tuple(map(unpack, features)), tuple(tree_kv))
 
 

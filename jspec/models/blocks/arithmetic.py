@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspec import ops
-from jspec.core.packing import MATMULS, Packing
+from jspec.core.packing import Packing
 from jspec.core.types import Array
-from jspec.core.weights import Weight
 
 Linear = Callable[[Array, Array], Array]
 
-_LEAST_SWITCHED = 2**14  # weights of a matrix that is not multiplied with all rows of a list
+_LEAST_SWITCHED = 2**14  # weights that are not multiplied with all entries of a list
 
 
 def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 1.0) -> Array:
@@ -21,19 +20,18 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 
     return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
 
 
-def packed_linear(packing: Packing) -> Linear:
-    """Return ``ops.linear`` over the first entries of x [1, M, D], as few as hold the list."""
+def over_listed(
+    packing: Packing | None, weights: Any, function: Callable[..., Any], *xs: Array
+) -> Any:
+    """Return ``function(*xs)``: with a ``packing`` over as few entries as hold its list.
 
-    def linear(x: Array, w: Array | Weight, *, transposed: bool = False) -> Array:
-        def run(x: Array) -> Array:
-            return ops.linear(x, w, transposed=transposed)
-
-        if math.prod(w.shape) < _LEAST_SWITCHED:
-            return run(x)
-        is_wide = w.dtype == jnp.float32
-        return packing.over(run, x, least=0 if is_wide else MATMULS["cpu"].free_rows)
-
-    return linear
+    The function maps arrays [B, T, ...] to such arrays, each token for itself, by products with
+    ``weights``. Where these are few, it runs over all entries.
+    """
+    count = sum(math.prod(weight.shape) for weight in jax.tree.leaves(weights))
+    if packing is None or count < _LEAST_SWITCHED:
+        return function(*xs)
+    return packing.over(function, *xs)
 
 
 def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:

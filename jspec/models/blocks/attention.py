@@ -1,6 +1,7 @@
 """Standard attention: multi-head, or grouped heads that share keys and values."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from flax import struct
@@ -8,7 +9,7 @@ from flax import struct
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
 from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import Linear, affine, normal, rows_at
+from jspec.models.blocks.arithmetic import Linear, affine, normal, over_listed, rows_at
 from jspec.models.blocks.block import Mixer, Pass, Rotation
 from jspec.models.blocks.norms import RmsNorm
 from jspec.models.blocks.rope import RopeConfig
@@ -83,7 +84,7 @@ class Attention(Mixer):
         """See ``Mixer``."""
         return AttentionKV.empty(batch, self.num_kv_heads, capacity, self.head_dim, dtype)
 
-    def apply(
+    def mix(
         self,
         params: "AttentionParams",
         x: Array,
@@ -93,7 +94,10 @@ class Attention(Mixer):
     ) -> Array:
         """See ``Mixer``; x has the rows of ``params.qkv``, which is wider than D in some heads."""
         batch, length, _ = x.shape
-        fused = affine(x, params.qkv, params.qkv_bias, run.linear)
+        projection = functools.partial(
+            affine, weight=params.qkv, bias=params.qkv_bias, linear=run.linear
+        )
+        fused = over_listed(run.packing, params.qkv, projection, x)
         heads = fused.reshape(batch, length, -1, self.head_dim)
         q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         if self.qk_norm:
@@ -102,8 +106,11 @@ class Attention(Mixer):
         q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
         mixed = run.attend(index, q, k, v, window=self.window)
-        mixed = mixed.swapaxes(1, 2).reshape(batch, q.shape[2], -1)
-        return affine(mixed, params.output, params.output_bias, run.linear).astype(x.dtype)
+        return mixed.swapaxes(1, 2).reshape(batch, q.shape[2], -1)
+
+    def output(self, params: "AttentionParams", mixed: Array, linear: Linear) -> Array:
+        """See ``Mixer``."""
+        return affine(mixed, params.output, params.output_bias, linear)
 
     def keys_and_values(
         self, params: "AttentionParams", x: Array, rotation: tuple[Array, Array], linear: Linear

@@ -84,14 +84,16 @@ class Mixer:
         """Return an empty cache entry of ``capacity`` slots per row."""
         raise NotImplementedError
 
-    def apply(
-        self, params: Any, x: Array, run: Pass, index: int, rows: Array | None = None
-    ) -> Array:
-        """Return the output [B, T, D] for the normed input x [B, T, D].
+    def mix(self, params: Any, x: Array, run: Pass, index: int, rows: Array | None = None) -> Array:
+        """Return a mixture of the normed input x [B, T, D] for each query, [B, T, ...].
 
         ``index`` is the number of the layer in the cache. ``rows`` [B, M] restricts the queries,
-        and the output to [B, M, D].
+        and the mixtures to [B, M, ...].
         """
+        raise NotImplementedError
+
+    def output(self, params: Any, mixed: Array, linear: Linear) -> Array:
+        """Return the output [B, T, D] of mixtures [B, T, ...], in the dtype of ``linear``."""
         raise NotImplementedError
 
 

@@ -16,7 +16,6 @@ times the multiplications of the expanded form.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jspec.core.entries import LatentKV
 from jspec.core.types import Array
 from jspec.core.weights import as_array
 from jspec.models.blocks import rope as rope_lib
-from jspec.models.blocks.arithmetic import normal, product, rows_at
+from jspec.models.blocks.arithmetic import Linear, normal, over_listed, product, rows_at
 from jspec.models.blocks.block import Mixer, Pass, Rotation
 from jspec.models.blocks.norms import RmsNorm
 from jspec.models.blocks.rope import RopeConfig
@@ -129,7 +128,7 @@ class LatentAttention(Mixer):
         """See ``Mixer``."""
         return LatentKV.empty(batch, capacity, self.width, dtype)
 
-    def apply(
+    def mix(
         self,
         params: "LatentAttentionParams",
         x: Array,
@@ -138,37 +137,39 @@ class LatentAttention(Mixer):
         rows: Array | None = None,
     ) -> Array:
         """See ``Mixer``."""
-        over = _over_all if run.packing is None else run.packing.over
-        query, key = self._latent_heads(params, x, run)
-        query = rows_at(query, rows)
-        up = as_array(params.kv_up).reshape(self.num_heads, -1, self.kv_rank)
-        to_latent = functools.partial(product, "bthn,hnr->bthr", weights=up[:, : self.nope_dim])
-        latent = over(to_latent, query[..., : self.nope_dim])
-        query = jnp.concatenate([latent, query[..., self.nope_dim :].astype(latent.dtype)], -1)
+        heads = functools.partial(self._latent_heads, params, linear=run.linear)
+        query, key = over_listed(run.packing, params, heads, x, *run.rotations[self.rotation])
         # ``attend`` divides by the square root of the width of its queries; undo that.
-        query = query * (self.score_scale * self.width**0.5)
+        query = rows_at(query, rows) * (self.score_scale * self.width**0.5)
         key = key.swapaxes(1, 2)
-        mixed = run.attend(index, query.swapaxes(1, 2), key, key)[..., : self.kv_rank]
-        to_values = functools.partial(product, "bthr,hvr->bthv", weights=up[:, self.nope_dim :])
-        values = over(to_values, mixed.swapaxes(1, 2))
-        return run.linear(values.reshape(*query.shape[:2], -1), params.output).astype(x.dtype)
+        mixed = run.attend(index, query.swapaxes(1, 2), key, key)
+        return mixed[..., : self.kv_rank].swapaxes(1, 2)
+
+    def output(self, params: "LatentAttentionParams", mixed: Array, linear: Linear) -> Array:
+        """See ``Mixer``."""
+        values = product("bthr,hvr->bthv", mixed, self._up(params)[:, self.nope_dim :])
+        return linear(values.reshape(*mixed.shape[:2], -1), params.output)
+
+    def _up(self, params: "LatentAttentionParams") -> Array:
+        """Return the matrices of all heads, [H, nope_dim + value_dim, kv_rank]."""
+        return as_array(params.kv_up).reshape(self.num_heads, -1, self.kv_rank)
 
     def _latent_heads(
-        self, params: "LatentAttentionParams", x: Array, run: Pass
+        self, params: "LatentAttentionParams", x: Array, cos: Array, sin: Array, linear: Linear
     ) -> tuple[Array, Array]:
-        """Return queries [B, T, H, head_dim] and the key [B, T, 1, width], rotated parts last."""
-        low = run.linear(x, params.down).astype(x.dtype)
+        """Return queries [B, T, H, width] and the key [B, T, 1, width], rotated parts last."""
+        low = linear(x, params.down).astype(x.dtype)
         rank = self.q_rank or 0
         q_low, latent, k_rope = jnp.split(low, [rank, rank + self.kv_rank], axis=-1)
         q_low = _NORM(q_low, params.q_norm) if rank else x
-        q = run.linear(q_low, params.q_up)
+        q = linear(q_low, params.q_up)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]
-        cos, sin = run.rotations[self.rotation]
         rotate = lambda part: rope_lib.rotate(_paired(part, self.interleaved), cos, sin)
         latent = _NORM(latent, params.kv_norm)[:, :, None]
         key = jnp.concatenate([latent, rotate(k_rope[:, :, None]).astype(latent.dtype)], -1)
-        return jnp.concatenate([q, rotate(q_rope)], -1), key
+        latent_q = product("bthn,hnr->bthr", q, self._up(params)[:, : self.nope_dim])
+        return jnp.concatenate([latent_q, rotate(q_rope).astype(latent_q.dtype)], -1), key
 
 
 @struct.dataclass
@@ -181,10 +182,6 @@ class LatentAttentionParams:
     kv_up: Array  # [H * (nope_dim + value_dim), kv_rank], the layout of checkpoints
     output: Array  # [H * value_dim, D]
     q_norm: Array | None = None  # [q_rank]
-
-
-def _over_all(function: Callable[[Array], Array], x: Array) -> Array:
-    return function(x)
 
 
 def _paired(x: Array, interleaved: bool) -> Array:

@@ -36,7 +36,7 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import Linear, affine, normal, rows_at
+from jspec.models.blocks.arithmetic import Linear, affine, normal
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import Pass, rotations_of
 from jspec.models.decoder import DecoderConfig, LayerParams
@@ -191,9 +191,7 @@ def blocks(
         if index > 0:
             mixed_in = layer.norm(x, weights.mixer_norm)
         queried = rows if index == last else None
-        mixed = layer.mixer.apply(weights.mixer, mixed_in, run, index, queried)
-        x = rows_at(x, queried) + mixed
-        x = x + decoder.apply_feed_forward(layer, weights, x, run)
+        x = decoder.apply_normed(layer, weights, x, mixed_in, run, index, queried)
     return sizes.norm(x, params.norm) if config.norm_output else x
 
 
