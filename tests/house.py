@@ -40,13 +40,25 @@ def folder(module: str) -> str:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return every node of a syntax tree."""
+    return tuple(ast.walk(tree))
+
+
+@cache
 def trees() -> dict[str, ast.Module]:
     """Return the syntax tree of every module; kernels/ is installed as jspec.kernels."""
     modules = {}
     for top in TOPS:
         for path in sorted((ROOT / top).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            modules["jspec." * (top == "kernels") + name] = ast.parse(path.read_text())
+            modules["jspec." * (top == "kernels") + name] = parsed(path)
     return modules
 
 
@@ -66,7 +78,7 @@ def imports() -> tuple[tuple[str, str], ...]:
     """
     known, pairs = trees().keys(), []
     for name, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

@@ -6,12 +6,12 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.house import ROOT, nodes, parsed
+
 CODE = ("jspec", "kernels", "training", "benchmarks", "examples", "tests")
 NAMED = ("jspec", "kernels", "training", "benchmarks", "examples", "notebooks")
 PAGES = (
@@ -20,6 +20,7 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "training" / "README.md",
 )
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 OPENERS = r"(What|Whether|Which|Of|How|Who|Whoever|Where|Those|But)\b"
 # Words of the glossary's left column: in no part of a name, as no whole name, in no prose.
 PARTS = """law laws coin coins warp warps warped warping absorb absorbs absorbed retire retired
@@ -33,17 +34,23 @@ PROSE = "laws?|coins?|warp(s|ed|ing)?|rungs?|ladders?|gears?|lawful|absorb(s|ed)
 def trees(folders):
     """Return the path below the root and the syntax tree of every Python file."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [(path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    return [(path.relative_to(ROOT), parsed(path)) for path in paths]
 
 
+@cache
+def docstrings_of(tree):
+    """Return (line, text) of every docstring of a file."""
+    kinds = (ast.Module, ast.ClassDef, *FUNCTIONS.__args__)
+    documented = (node for node in nodes(tree) if isinstance(node, kinds))
+    texts = ((getattr(node, "lineno", 1), ast.get_docstring(node)) for node in documented)
+    return [(line, text) for line, text in texts if text]
+
+
+@cache
 def docstrings():
     """Return (where, text) of every docstring."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
-        (f"{path}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node))
-        for path, tree in trees(CODE)
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and ast.get_docstring(node)
+        (f"{path}:{line}", text) for path, tree in trees(CODE) for line, text in docstrings_of(tree)
     ]
 
 
@@ -62,6 +69,7 @@ def defined(node):
     return []
 
 
+@cache
 def is_in_glossary(name):
     """Return whether a name is, or has a part that is, in the glossary's left column."""
     parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
@@ -117,8 +125,7 @@ def test_no_name_is_in_the_glossarys_left_column():
     uses = {
         f"{path}: {name}"
         for path, tree in trees(NAMED)
-        for node in ast.walk(tree)
-        for name in [path.stem, *defined(node)]
+        for name in {path.stem, *(name for node in nodes(tree) for name in defined(node))}
         if is_in_glossary(name)
     }
     assert sorted(uses) == []
@@ -191,7 +198,6 @@ CEILINGS: dict[str, dict[str, int]] = {
         "tests": 9,
     },
 }
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 FINISHES_A_NAME = r"(of|that|which|whose|who|with|than)\b"
 PERSONS = r"""\b(nobody('s)?|believe[sd]?|hope[sd]?|doubt(s|ed|ful)?|news|hears?|heard|tells?|told
 |knows?|known|wants?|wanted|forgets?|forgotten|remembers?
@@ -220,11 +226,12 @@ def assigned(scope):
 
 def packed_calls(tree):
     """Return the lines of tuples, lists and dicts that a function makes only to spread them."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(tree) if isinstance(node, ast.Call)]
     spread = {id(x.value) for call in calls for x in call.args if isinstance(x, ast.Starred)}
     spread |= {id(x.value) for call in calls for x in call.keywords if x.arg is None}
     lines = set()
-    for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+    functions = [node for node in nodes(tree) if isinstance(node, FUNCTIONS)]
+    for function in functions if spread else []:
         values, loads = assigned(function)
         for name, value in values.items():
             is_display = isinstance(value, ast.Tuple | ast.List)
@@ -239,7 +246,7 @@ def lambdas_used_once(tree):
     return sorted(
         {
             value.lineno
-            for scope in ast.walk(tree)
+            for scope in nodes(tree)
             if isinstance(scope, FUNCTIONS | ast.Module)
             for values, loads in [assigned(scope)]
             for name, value in values.items()
@@ -265,12 +272,7 @@ def comments(source):
 
 def prose_of(source, tree):
     """Return (line, text) of comments and docstrings, without code."""
-    kinds = (ast.Module, ast.ClassDef, *FUNCTIONS.__args__)
-    texts = comments(source) + [
-        (getattr(node, "lineno", 1), ast.get_docstring(node))
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and ast.get_docstring(node)
-    ]
+    texts = comments(source) + docstrings_of(tree)
     return [(line, re.sub(r"``.*?``|`.*?`", "", text, flags=re.S)) for line, text in texts]
 
 
@@ -280,7 +282,7 @@ def long_parts(source, tree, path=""):
     limits = {ast.ClassDef: LINES_OF_CLASS}
     return [1] * (source.count("\n") > most) + [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef | FUNCTIONS)
         and node.end_lineno - node.lineno >= limits.get(type(node), LINES_OF_FUNCTION)
     ]
