@@ -14,6 +14,7 @@ and learns costs. ``nodes`` are those that the target's matmuls ran over, per to
 import argparse
 import collections
 import dataclasses
+import http
 import itertools
 import json
 import statistics
@@ -28,7 +29,6 @@ from rich.table import Table
 
 import jspec
 from benchmarks import replay
-from benchmarks.methods import constants
 from jspec.api import config
 from jspec.api.build import build_plan
 from jspec.checkpoints import loading
@@ -45,6 +45,7 @@ from jspec.tools.bench.questions import read
 _RESULTS = Path(__file__).with_name("results")
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _KINDS = ("easy", "hard", "mixed")
+_REPEATED = 4  # lines of the easy text
 _TURN = 64  # tokens of one kind in the mixed text
 _LENGTH = 768  # tokens of a text
 _ROUNDS = 8  # rounds of a launch: an answer is read every few tokens, as a server does
@@ -107,8 +108,10 @@ class Contender:
 
 def given_texts(tokenizer) -> dict[str, np.ndarray]:
     """Return a text of each kind, int32 [T]."""
-    [one] = constants(tokenizer, 1, 64, _LENGTH - 64)
-    easy = np.array(one.prompt + one.answer, np.int32)
+    lines = [f"    {each.name} = {each.value}, {each.phrase!r}\n" for each in http.HTTPStatus]
+    repeated = "".join(lines[:_REPEATED] * 20)
+    ids = tokenizer.encode(repeated, add_special_tokens=False, verbose=False)
+    easy = np.array(ids[:_LENGTH], np.int32)
     hard = np.random.default_rng(0).integers(4, tokenizer.vocab_size, _LENGTH).astype(np.int32)
     mixed = np.where(np.arange(_LENGTH) // _TURN % 2 == 0, easy, hard)
     return dict(zip(_KINDS, (easy, hard, mixed), strict=True))
