@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.blocks.norms import RmsNorm
@@ -16,6 +18,19 @@ def build(**sizes: Any) -> DecoderConfig:
     """Return the config of a decoder; see ``changed``."""
     layer = Layer(Attention(1, 1, 2), GatedMlp(1))
     return changed(DecoderConfig(1, 1, (layer,), max_positions=1), **sizes)
+
+
+def small(**sizes: Any) -> DecoderConfig:
+    """Return the config of two narrow layers; ``sizes`` are those of ``changed``."""
+    usual = {"vocab_size": 40, "num_layers": 2, "max_positions": 64}
+    usual |= {"hidden_size": 32, "intermediate_size": 48}
+    usual |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    return build(**usual | sizes)
+
+
+def loud(params: Any, factor: float = 6) -> Any:
+    """Scale the matrices of random weights up, for peaked and varied distributions."""
+    return jax.tree.map(lambda x: factor * x if x.ndim > 1 else x, params)
 
 
 def changed(config: DecoderConfig, **sizes: Any) -> DecoderConfig:

@@ -12,18 +12,7 @@ from jspec.models import decoder
 from tests import networks
 
 VOCAB = 64
-TARGET = decoder.Decoder(
-    networks.build(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=512,
-    )
-)
+TARGET = decoder.Decoder(networks.small(vocab_size=VOCAB, intermediate_size=64, max_positions=512))
 DRAFT_CONFIG = networks.build(
     vocab_size=VOCAB,
     hidden_size=16,
@@ -42,17 +31,12 @@ DRAFT = DraftModel(DRAFT_CONFIG, 4)
 GREEDY_DRAFT = DraftModel(DRAFT_CONFIG, 4, draft_sample_method="greedy")
 
 
-def _loud(params):
-    """Scale random weights up, for peaked and varied distributions."""
-    return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
-
-
 @functools.cache
 def params() -> Params:
     """Return the weights of the target and of the draft model."""
     return Params(
-        _loud(decoder.init_params(jax.random.key(0), TARGET.config)),
-        _loud(decoder.init_params(jax.random.key(1), DRAFT_CONFIG)),
+        networks.loud(decoder.init_params(jax.random.key(0), TARGET.config)),
+        networks.loud(decoder.init_params(jax.random.key(1), DRAFT_CONFIG)),
     )
 
 

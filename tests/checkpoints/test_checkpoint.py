@@ -20,17 +20,7 @@ from jspec.core.weights import Transposed, as_arrays
 from jspec.models.decoder import init_params
 from tests import networks
 
-CONFIG = networks.build(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-    qk_norm=True,
-)
+CONFIG = networks.small(vocab_size=32, hidden_size=16, intermediate_size=24, qk_norm=True)
 DEMO = Path(jspec.__file__).with_name("assets") / "demo" / "target"
 DTYPES = ("float32", "bfloat16", "float16")
 

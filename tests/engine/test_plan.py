@@ -147,15 +147,8 @@ def test_a_sampling_backend_that_a_rule_does_not_have_is_refused(rule, backend, 
 
 
 def test_a_sampling_backend_is_refused_to_a_dynamic_tree():
-    network = networks.build(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=512,
+    network = networks.small(
+        vocab_size=VOCAB, intermediate_size=64, num_layers=1, max_positions=512
     )
     head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
     drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)

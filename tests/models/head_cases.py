@@ -10,16 +10,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tests import networks  # noqa: E402
 
 VOCAB, REDUCED, WIDTH, LAYERS = 64, 24, 32, 8
-TARGET = networks.build(
-    vocab_size=VOCAB,
-    hidden_size=WIDTH,
-    intermediate_size=48,
-    num_layers=LAYERS,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=512,
-)
+TARGET = networks.small(vocab_size=VOCAB, hidden_size=WIDTH, num_layers=LAYERS, max_positions=512)
 _SIZES = {
     "model_type": "llama",
     "hidden_size": WIDTH,

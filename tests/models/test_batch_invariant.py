@@ -18,13 +18,10 @@ from jspec.models.decoder import Decoder
 from tests import fakes, networks, tiny
 
 LENGTH = 90  # more than a block of slots and several tiles of queries
-CONFIG = networks.build(
+CONFIG = networks.small(
     vocab_size=256,
     hidden_size=128,
     intermediate_size=344,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=32,
     max_positions=256,
     qk_norm=True,
@@ -35,7 +32,7 @@ CONFIG = networks.build(
 @functools.cache
 def weights(dtype):
     params = decoder.init_params(jax.random.key(0), CONFIG, jnp.dtype(dtype))
-    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
+    return networks.loud(params, 4)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -14,22 +14,12 @@ from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.latent_attention import LatentAttention
 from tests import networks
 
-SIZES = dict(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
 CONFIGS = {
-    "plain": networks.build(**SIZES),
-    "windows": networks.build(**SIZES, windows=(None, 3)),
-    "partly rotated": networks.build(**SIZES, qk_norm=True, rotary_dim=4),
-    "latent": networks.build(**SIZES, mixer=LatentAttention(4, 16, 12, 8, 4, 8)),
-    "experts": networks.build(**SIZES, feed_forward=Experts(4, 2, 12, 48)),
+    "plain": networks.small(),
+    "windows": networks.small(windows=(None, 3)),
+    "partly rotated": networks.small(qk_norm=True, rotary_dim=4),
+    "latent": networks.small(mixer=LatentAttention(4, 16, 12, 8, 4, 8)),
+    "experts": networks.small(feed_forward=Experts(4, 2, 12, 48)),
 }
 BATCH, PREFIX, NODES = 3, 5, 6
 

@@ -64,15 +64,8 @@ def drafted(params, config, target, embedded, features):
     return logits
 
 
-SIZES = networks.build(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    max_positions=256,
+SIZES = networks.small(
+    vocab_size=96, num_layers=3, num_kv_heads=4, max_positions=256
 )  # used for the output matrix only
 
 

@@ -16,21 +16,13 @@ from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
 from tests import networks
-from training.data.batch import Batch
+from tests.training import texts
+from tests.training.texts import FIRST, SECOND, log_softmax
 from training.networks import attention
 from training.networks.forward import Frozen
 from training.tasks.dflash import PUBLISHED, DFlashTask, Recipe, draw_blocks, row_weights
 
-TARGET = networks.build(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
+TARGET = networks.small()
 NETWORK = networks.changed(TARGET, num_layers=1, qk_norm=True)
 PLAIN = DFlashConfig(
     networks.changed(NETWORK, num_layers=2, windows=(4, None)),
@@ -63,7 +55,6 @@ SPARK = DFlashConfig(
     from_anchor=True,
     spark=SparkConfig(6, "rnn", True, True),
 )
-FIRST, SECOND = 11, 8
 RECIPES = {
     "dflash": (PLAIN, dataclasses.replace(PUBLISHED["dflash"], anchors=7, gamma=2.0)),
     "dpace, reduced": (REDUCED, Recipe(anchors=30, weighing="dpace")),
@@ -73,17 +64,12 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def target():
-    params = decoder.init_params(jax.random.key(0), TARGET)
-    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+    return networks.loud(decoder.init_params(jax.random.key(0), TARGET))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.9) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
+    return texts.packed(TARGET.vocab_size)
 
 
 def loud(params):
@@ -91,10 +77,6 @@ def loud(params):
         lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
         params.replace(draft_to_target=None),
     )
-
-
-def log_softmax(x):
-    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
 def heads_in_torch(directory, config, params, target):

@@ -20,18 +20,7 @@ from training import distill, distill_draft, distill_eagle
 from training.export import check
 from training.tasks import dflash, eagle
 
-SIZES = networks.build(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_positions=128,
-)
-
-
+SIZES = networks.small(vocab_size=300, num_layers=3, max_positions=128)
 ENTRY_POINTS = {"eagle": distill_eagle.main, "draft": distill_draft.main}
 
 
@@ -45,9 +34,8 @@ def distil(method, argv):
 def target(corpus, tmp_path_factory):
     """A random target with a tokenizer, in Hugging Face layout."""
     directory = tmp_path_factory.mktemp("target")
-    params = decoder.init_params(jax.random.key(0), SIZES)
-    loud = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, params)
-    checkpoint.save_pretrained(directory, SIZES, loud)
+    params = networks.loud(decoder.init_params(jax.random.key(0), SIZES), 4)
+    checkpoint.save_pretrained(directory, SIZES, params)
     shutil.copytree(corpus.directory / "tokenizer", directory, dirs_exist_ok=True)
     return directory
 

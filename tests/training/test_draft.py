@@ -11,47 +11,26 @@ from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder
 from tests import networks
-from training.data.batch import Batch
+from tests.training import texts
 from training.losses.distances import LOSSES
 from training.networks.forward import Frozen
 from training.tasks.draft import DraftRecipe, DraftTask, sample_continuations
 
-
-def sizes(vocab_size, layers):
-    return networks.build(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
-        tie_embeddings=True,
-    )
-
-
-TARGET, DRAFT, SHORT = sizes(40, 2), sizes(44, 1), 36  # the draft's embedding is padded
-FIRST, SECOND = 10, 7
-
-
-def loud(key, config):
-    params = decoder.init_params(jax.random.key(key), config)
-    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+TARGET = networks.small(tie_embeddings=True)
+DRAFT = networks.small(vocab_size=44, num_layers=1, tie_embeddings=True)  # its embedding is padded
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return Frozen(loud(0, TARGET), loud(1, DRAFT))
+    return Frozen(
+        networks.loud(decoder.init_params(jax.random.key(0), TARGET)),
+        networks.loud(decoder.init_params(jax.random.key(1), DRAFT)),
+    )
 
 
 @pytest.fixture(scope="module")
 def batch():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
+    return texts.packed(TARGET.vocab_size)
 
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -61,8 +40,7 @@ def distributions(params, config, tokens):
     chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
     cache = decoder.init_cache(config, 1, len(tokens))
     logits = np.asarray(forward(params, config, tokens[None], chain, cache).logits[0])
-    common = logits[:, : TARGET.vocab_size]
-    return common - np.logaddexp.reduce(common, axis=-1, keepdims=True)
+    return texts.log_softmax(logits[:, : TARGET.vocab_size])
 
 
 DISTANCES = {
@@ -80,17 +58,14 @@ def test_the_loss_is_the_distance_of_each_documents_distributions(loss, weights,
     task = DraftTask(DRAFT, TARGET, DraftRecipe(loss=loss, text_weight=0.25), compute="float32")
     got, metrics = jax.jit(task.loss)(weights.start, weights, batch, jax.random.key(0))
     total, accepted, counted = 0.0, 0.0, 0
-    for tokens, learned in zip(batch.tokens, batch.weights, strict=True):
-        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
-            p = np.exp(distributions(weights.target, TARGET, tokens[start:end]))
-            q = np.exp(distributions(weights.start, DRAFT, tokens[start:end]))
-            for i in range(end - start - 1):
-                if learned[start + i + 1]:
-                    text = -np.log(q[i, tokens[start + i + 1]])
-                    total += 0.75 * DISTANCES[loss](p[i], q[i]) + 0.25 * text
-                    accepted, counted = accepted + np.minimum(p[i], q[i]).sum(), counted + 1
-    rows = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-    np.testing.assert_allclose(got, total / rows, rtol=2e-5)
+    for tokens, learned in texts.alone(batch):
+        p = np.exp(distributions(weights.target, TARGET, tokens))
+        q = np.exp(distributions(weights.start, DRAFT, tokens))
+        for i in np.flatnonzero(learned[1:]):
+            text = -np.log(q[i, tokens[i + 1]])
+            total += 0.75 * DISTANCES[loss](p[i], q[i]) + 0.25 * text
+            accepted, counted = accepted + np.minimum(p[i], q[i]).sum(), counted + 1
+    np.testing.assert_allclose(got, total / texts.rows_of(batch), rtol=2e-5)
     np.testing.assert_allclose(metrics["accepted"].mean, accepted / counted, rtol=2e-5)
 
 
@@ -151,7 +126,7 @@ def test_a_rows_loss_and_gradient_depend_on_no_other_row(loss):
 
 def test_a_draft_model_continues_prompts_by_its_own_distribution(weights):
     """Near temperature 0 the continuation equals greedy decoding."""
-    prompts = np.random.default_rng(2).integers(0, SHORT, (3, 5)).astype(np.int32)
+    prompts = np.random.default_rng(2).integers(0, 36, (3, 5)).astype(np.int32)
     written = sample_continuations(
         weights.start, DRAFT, jnp.asarray(prompts), 14, jax.random.key(0), 1e-4, DRAFT.vocab_size
     )
@@ -168,7 +143,7 @@ def test_on_policy_windows_are_learned_from_behind_their_prompts_alone(weights, 
     assert jnp.isfinite(same)
     assert same == loss(weights.start, weights, batch, jax.random.key(0))[0]
     assert same != loss(weights.start, weights, batch, jax.random.key(1))[0]
-    behind = batch.replace(tokens=np.where(np.arange(19) >= 12, 0, batch.tokens))
+    behind = batch.replace(tokens=np.where(np.arange(batch.tokens.shape[1]) >= 12, 0, batch.tokens))
     assert same == loss(weights.start, weights, behind, jax.random.key(0))[0]
 
 

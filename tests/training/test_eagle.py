@@ -17,23 +17,14 @@ from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed
 from tests import networks
-from training.data.batch import Batch
+from tests.training import texts
+from tests.training.texts import FIRST, SECOND, log_softmax
 from training.data.features import TaughtBatch
 from training.networks.forward import Frozen
 from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states, totals_of
 
-TARGET = networks.build(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
+TARGET = networks.small(num_layers=4)
 VOCABULARY = np.sort(np.random.default_rng(3).permutation(TARGET.vocab_size)[:25]).astype(np.int32)
-FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of padding behind
 
 
 def head_config(generation: int, vocab_size: int = TARGET.vocab_size) -> EagleConfig:
@@ -50,24 +41,12 @@ def head_config(generation: int, vocab_size: int = TARGET.vocab_size) -> EagleCo
 
 @pytest.fixture(scope="module")
 def target():
-    params = decoder.init_params(jax.random.key(0), TARGET)
-    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+    return networks.loud(decoder.init_params(jax.random.key(0), TARGET))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 3)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 3]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.7) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
-
-
-def documents(batch):
-    """Yield (tokens [n], weights [n]) of each document of the batch."""
-    for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
-        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
-            yield tokens[start:end], weights[start:end]
+    return texts.packed(TARGET.vocab_size)
 
 
 def serve(params, config, target, tokens, steps):
@@ -120,14 +99,10 @@ def _serve(params, config, target, tokens, steps):
     return logits, hidden, truth, normed[0]
 
 
-def log_softmax(x):
-    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
-
-
 def expected(params, config, recipe, target, batch, distance):
     """Return the loss, summed in numpy over every row of every document, drafted as in serving."""
     total = 0.0
-    for tokens, weights in documents(batch):
+    for tokens, weights in texts.alone(batch):
         drafted, truth, normed = serve(params, config, target, tokens, recipe.unroll)
         for (i, step), (logits, hidden) in drafted.items():
             j = i + 1 + step
@@ -142,7 +117,7 @@ def expected(params, config, recipe, target, batch, distance):
                 value += recipe.feature_weight * huber.mean()
             learned = weights[j + 1] if j + 1 < len(tokens) else 0.0  # weight of the guessed token
             total += learned * recipe.step_decay**step * value
-    return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+    return total / texts.rows_of(batch)
 
 
 def soft_cross_entropy(truth, log_q):
@@ -150,8 +125,8 @@ def soft_cross_entropy(truth, log_q):
 
 
 def loud_head(config, frozen):
-    params = eagle.init_params(jax.random.key(2), config).replace(draft_to_target=None)
-    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+    params = eagle.init_params(jax.random.key(2), config)
+    return networks.loud(params.replace(draft_to_target=None))
 
 
 RECIPES = {
@@ -216,7 +191,7 @@ def test_acceptance_over_a_reduced_vocabulary_counts_what_it_cannot_draft(target
     by_hand = expected(params, config, recipe, target, everywhere, rejected)
     np.testing.assert_allclose(loss, by_hand, rtol=2e-5)
     rows = 2 * (FIRST + SECOND - 4)  # the first two tokens of a document are not guessed
-    share = rows / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+    share = rows / texts.rows_of(batch)
     np.testing.assert_allclose(1 - metrics["accepted_0"].mean, by_hand / share, rtol=2e-5)
 
 

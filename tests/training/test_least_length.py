@@ -15,15 +15,8 @@ from training.data.token_file import TokenFile
 from training.trainer.task import Ratio
 from training.util.command import parse
 
-SIZES = networks.build(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=64,
+SIZES = networks.small(
+    hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, num_kv_heads=1
 )
 ALL_ROWS = ["--retention", "1", "--retention-least", "1"]  # else rows are drawn
 # Method and options, the option that decides, and the least length with it.

@@ -13,20 +13,12 @@ from jspec.models.decoder import Decoder
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig
 from tests import networks
-from training.data.batch import Batch
+from tests.training import texts
+from tests.training.texts import log_softmax
 from training.networks.forward import Frozen
 from training.tasks.medusa import JointParams, MedusaRecipe, MedusaTask
 
-TARGET = networks.build(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
+TARGET = networks.small()
 HEADS = MedusaConfig(
     num_heads=3,
     num_layers=1,
@@ -37,22 +29,16 @@ HEADS = MedusaConfig(
     num_outputs=3,
 )
 VOCABULARY = np.arange(3, 40, 2, dtype=np.int32)
-FIRST, SECOND = 11, 8
 
 
 @pytest.fixture(scope="module")
 def target():
-    params = decoder.init_params(jax.random.key(0), TARGET)
-    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+    return networks.loud(decoder.init_params(jax.random.key(0), TARGET))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
+    return texts.packed(TARGET.vocab_size)
 
 
 def loud(params):
@@ -62,20 +48,10 @@ def loud(params):
     )
 
 
-def log_softmax(x):
-    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
-
-
-def documents(batch):
-    for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
-        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
-            yield tokens[start:end], weights[start:end]
-
-
 def expected(heads, config, target, batch, value):
     """Return the sum of 0.8^i value over all guesses, divided by the rows of the batch."""
     module, total = Decoder(TARGET), 0.0
-    for tokens, weights in documents(batch):
+    for tokens, weights in texts.alone(batch):
         chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
         cache = module.init_cache(1, len(tokens))
         out = module.forward(target, tokens[None], chain, cache, (TARGET.num_layers,))
@@ -89,7 +65,7 @@ def expected(heads, config, target, batch, value):
                 if beside + 1 < len(tokens):
                     got = value(truth[beside], guesses[0, j, i], tokens[beside + 1])
                     total += weights[beside + 1] * 0.8**i * got
-    return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+    return total / texts.rows_of(batch)
 
 
 def label_loss(truth, log_q, label):
@@ -144,15 +120,15 @@ def test_joint_training_moves_the_target_and_reports_its_own_loss(target, batch)
     np.testing.assert_allclose(loss, total, rtol=1e-6)
     assert float(jnp.abs(grads.target.layers[0].mixer.qkv).max()) > 1e-5
     plain = 0.0
-    for tokens, weights in documents(batch):
+    for tokens, weights in texts.alone(batch):
         chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
         cache = decoder.init_cache(TARGET, 1, len(tokens))
         log_p = log_softmax(
             np.asarray(decoder.forward(target, TARGET, tokens[None], chain, cache).logits[0])
         )
         plain -= sum(weights[i + 1] * log_p[i, tokens[i + 1]] for i in range(len(tokens) - 1))
-    rows = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-    np.testing.assert_allclose(metrics["next_token_loss"], plain / rows, rtol=2e-5)
+    plain /= texts.rows_of(batch)
+    np.testing.assert_allclose(metrics["next_token_loss"], plain, rtol=2e-5)
 
 
 def test_a_loss_that_is_not_known_is_refused():

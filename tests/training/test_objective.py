@@ -12,17 +12,7 @@ from training.networks import attention
 from training.networks.forward import head_of, hidden_states
 from training.networks.linear import LINEARS
 
-CONFIG = networks.build(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-    tie_embeddings=True,
-)
+CONFIG = networks.small(vocab_size=50, tie_embeddings=True)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from jspec.models.heads import eagle
 from jspec.models.heads.network import embed
 from tests import networks, tiny
 from tests.drafters import heads, peagle, rounds
+from tests.training.texts import log_softmax, packed, places
 from training.data.batch import Batch
 from training.losses import slots
 from training.losses.slots import SlotRecipe
@@ -26,16 +27,7 @@ from training.networks.forward import Frozen
 from training.tasks.draft import DraftRecipe, ParallelDraftTask
 from training.tasks.eagle_task import PARALLEL, ParallelEagleTask
 
-SIZES = networks.build(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-)
+SIZES = networks.small(num_layers=4)
 DRAFT = networks.changed(SIZES, num_layers=2, tie_embeddings=True)
 MASK, DEPTHS = 39, 3
 VOCABULARY = np.sort(np.random.default_rng(3).permutation(SIZES.vocab_size)[:25]).astype(np.int32)
@@ -49,30 +41,17 @@ HEAD = eagle.EagleConfig(
     separate_head=True,
     mask_token_id=MASK,
 )
-FIRST, SECOND = 8, 6  # lengths of the two documents of a window, 2 slots of padding behind
 RECIPE = SlotRecipe(depths=DEPTHS, retention=0.6, retention_least=0.3)
-
-
-def loud(params):
-    return jax.tree.map(lambda x: 6 * x if x.ndim == 2 else x, params)
 
 
 @pytest.fixture(scope="module")
 def target():
-    return loud(decoder.init_params(jax.random.key(0), SIZES))
+    return networks.loud(decoder.init_params(jax.random.key(0), SIZES))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, MASK, (2, FIRST + SECOND + 2)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.7) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
-
-
-def log_softmax(x):
-    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
+    return packed(MASK, first=8, second=6)
 
 
 # ------------------------------------------------------------------------------------------ slots
@@ -157,15 +136,9 @@ def _forward(params, config, tokens):
     return decoder.forward(params, config, tokens, tree, cache, layers)
 
 
-def documents(batch):
-    """Yield (row, start, end) of each document."""
-    for row in range(2):
-        yield from ((row, 0, FIRST), (row, FIRST, FIRST + SECOND))
-
-
 def counted_guesses(chosen, batch, offset):
     """Yield (row, document start and end, anchor, depth, weight) of each guess that counts."""
-    for row, start, end in documents(batch):
+    for row, start, end in places(batch):
         for a, k, weight in zip(
             np.asarray(chosen.anchors)[row],
             chosen.depths,
@@ -178,7 +151,7 @@ def counted_guesses(chosen, batch, offset):
 
 
 def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, batch):
-    params = loud(decoder.init_params(jax.random.key(1), DRAFT))
+    params = networks.loud(decoder.init_params(jax.random.key(1), DRAFT))
     recipe = DraftRecipe(loss="kl", text_weight=0.25)
     task = ParallelDraftTask(DRAFT, SIZES, recipe, "float32", slots=RECIPE, mask_token_id=MASK)
     key = jax.random.key(5)
@@ -191,7 +164,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
     counted = list(counted_guesses(chosen, batch, 1))
     assert {k for *_, k, _ in counted} == {0, 1, 2}
     # Each guess has its own text; no row sees the padding behind it.
-    size, texts = FIRST + DEPTHS, []
+    size, texts = 8 + DEPTHS, []
     for row, start, _, a, k, _ in counted:
         text = [*batch.tokens[row, start : a + 1], *[MASK] * k]
         texts.append(text + [0] * (size - len(text)))
@@ -200,7 +173,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
         (row, start): np.asarray(
             _forward(target, SIZES, batch.tokens[row : row + 1, start:end]).logits[0]
         )
-        for row, start, end in documents(batch)
+        for row, start, end in places(batch)
     }
     total, accepted = 0.0, [[] for _ in range(DEPTHS)]
     for mine, (row, start, _, a, k, weight) in zip(logits, counted, strict=True):
@@ -216,7 +189,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
 
 
 def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
-    params = loud(eagle.init_params(jax.random.key(2), HEAD)).replace(draft_to_target=None)
+    params = networks.loud(eagle.init_params(jax.random.key(2), HEAD)).replace(draft_to_target=None)
     frozen = Frozen(target, None, jnp.asarray(VOCABULARY))
     recipe = dataclasses.replace(PARALLEL, step_decay=0.5)
     task = ParallelEagleTask(HEAD, SIZES, recipe, "float32", slots=RECIPE)
@@ -227,7 +200,7 @@ def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
     learned = np.pad(batch.label_weights, ((0, 0), (0, 1)))  # weight of the token behind each row
     chosen = slots.choose(RECIPE, batch.segments, jnp.asarray(learned), length, 1, key)
     total = 0.0
-    for row, start, end in documents(batch):
+    for row, start, end in places(batch):
         tokens = batch.tokens[row : row + 1, start:end]
         out = _forward(target, SIZES, tokens)
         guessed = _guess(params, target, tokens, tuple(x[:, :-1] for x in out.features[:3]))

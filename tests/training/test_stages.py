@@ -13,14 +13,11 @@ from tests.drafters import heads, hydras, speculators
 from tests.drafters.test_hydra import reference_of as hydra_in_torch
 from tests.drafters.test_mlp_speculator import reference_of as speculator_in_torch
 from tests.training import texts
+from tests.training.texts import log_softmax
 from training.networks.forward import Frozen
 from training.tasks.stages import StagesRecipe, StagesTask
 
 TARGET, DECAY = tiny.TARGET.config, 0.7
-
-
-def log_softmax(x):
-    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
 def from_text(log_p, log_q, label):
@@ -45,7 +42,7 @@ def expected(draft_logits, config, stages, batch, value):
                 if at + 1 < len(tokens):
                     far = value(distributions[at], log_q, tokens[at + 1])
                     total += weights[at + 1] * DECAY**stage * far
-    return total / (batch.tokens.shape[1] - 1)
+    return total / texts.rows_of(batch)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,11 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat, tmp_path):
     torch = pytest.importorskip("torch")
     grounded = name in hydras.CONFIGS
     known, build = (hydras, hydra_in_torch) if grounded else (speculators, speculator_in_torch)
-    config, params, batch = known.CONFIGS[name], known.random_params(name), texts.packed()
+    config, params, batch = (
+        known.CONFIGS[name],
+        known.random_params(name),
+        texts.packed(tiny.VOCAB, rows=1),
+    )
     reference = build(name, params, tmp_path)
 
     def draft_logits(features, given):
