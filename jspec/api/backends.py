@@ -24,7 +24,6 @@ class Backends:
     attention: str | None = None
     sampling: str | None = None
     page_size: int = PAGE_SIZE
-    dtype: str | None = None  # Assumed dtype of caches until weights are loaded.
 
     def __post_init__(self):
         object.__setattr__(self, "attention", named("attention_backend", self.attention))
@@ -55,8 +54,6 @@ class Backends:
         _check_arrays("sampling_backend", self.sampling, "rejection_sampling", logits, None)
 
     def _check_sizes(self, key: str, name: str, config: DecoderConfig) -> None:
-        if self.dtype is not None:
-            config = dataclasses.replace(config, cache_dtype=self.dtype)
         cache = jax.eval_shape(lambda: decoder.init_cache(config, 1, self.page_size))
         table = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         for page in [

@@ -5,6 +5,7 @@ Every error is raised before the target's weights are loaded, which may take min
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 from jspec.api import config
@@ -17,6 +18,7 @@ from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Drafter, Params
 from jspec.drafters.draft_model import vocabularies
 from jspec.drafters.draft_model.vocabularies import SharedVocabulary
+from jspec.engine.memory_plan import MemoryPlan
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -33,6 +35,7 @@ class Build:
     max_model_len: int
     plan: Plan
     params: Params
+    memory_plan: MemoryPlan | None = None
 
 
 def build_plan(
@@ -44,9 +47,15 @@ def build_plan(
     tokenizer: Any = None,
     deterministic: bool = False,
     backends: Backends = Backends(),  # noqa: B008 (frozen)
+    check: Callable[[Plan, Params], MemoryPlan] | None = None,
 ) -> Build:
-    """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``."""
-    sizes = loading.sizes(model)
+    """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``.
+
+    ``check`` makes the memory plan, from shapes where weights are not loaded yet. It is not called
+    for a class of the user that makes its own weights.
+    """
+    target = loading.outline(model, dtype)
+    sizes = target.config
     max_model_len = _length_limit(max_model_len, sizes.max_positions)
     if isinstance(tokenizer, str | os.PathLike):
         try:
@@ -67,14 +76,18 @@ def build_plan(
     if isinstance(model, LoadedModel) and dtype in (None, "auto"):
         draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
     part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), draft_dtype)
-    stated = None if isinstance(model, LoadedModel) else _stated(dtype)
     # Raise before weights are loaded.
-    _plan(part, sizes, deterministic, dataclasses.replace(backends, dtype=stated))
+    drafted, shapes = _load(part, target, draft_dtype, loading.outline)
+    plan = _plan(drafted, sizes, deterministic, backends)
+    memory_plan = None
+    if check is not None and not speculative.drafter_class:
+        memory_plan = check(plan, Params(target.params, shapes))
     loaded = loading.load(model, dtype)
-    part, weights = _load(part, loaded, draft_dtype)
+    part, weights = _load(part, loaded, draft_dtype, loading.load)
     plan = _plan(part, loaded.config, deterministic, backends)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
-    return Build(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
+    params = Params(loaded.params, weights)
+    return Build(loaded, tokenizer, max_model_len, plan, params, memory_plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,17 +149,23 @@ def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) ->
     return _Part(speculative, draft)
 
 
-def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, Any]:
-    """Load the network of a part; return the part with the loaded sizes, and the weights."""
+def _load(
+    part: _Part, target: LoadedModel, dtype: str | None, load: Callable[..., LoadedModel]
+) -> tuple[_Part, Any]:
+    """Load the network of a part; return the part with the loaded sizes, and the weights.
+
+    ``load`` is ``loading.load``, or ``loading.outline`` for shapes of weights.
+    """
     if part.parts:
-        parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
+        pairs = [_load(each, target, dtype, load) for each in part.parts]
+        parts, weights = zip(*pairs, strict=True)
         return dataclasses.replace(part, parts=parts), weights
     if part.head:
         head = loading.sharing(part.head, target.params.embedding)
         return dataclasses.replace(part, network=head.config, head=head), head.params
     if not part.speculative.needs_model:
         return part, None
-    draft = loading.load(part.speculative.model, dtype)
+    draft = load(part.speculative.model, dtype)
     weights = draft.params
     if part.vocabulary:
         weights = part.vocabulary.translating(weights, target.config.vocab_size)
@@ -161,11 +180,6 @@ def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: Loade
     if part.speculative.drafter_class:
         return drafter.load_params(target.params)
     return weights
-
-
-def _stated(dtype: str | None) -> str:
-    """Return the dtype that caches have if the checkpoint does not say otherwise."""
-    return "bfloat16" if dtype in (None, "auto") else dtype
 
 
 def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool, backends: Backends) -> Plan:

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from rich.progress import Progress
 from jspec.api import config, engine_args, metrics, prompts
 from jspec.api.backends import Backends
 from jspec.api.build import build_plan
+from jspec.api.engine_args import EngineArgs
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.resolver import Resolver, Settings
@@ -25,12 +28,15 @@ from jspec.core.types import Params
 from jspec.engine import memory, programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
+from jspec.engine.memory_plan import MemoryPlan, plan_memory
 from jspec.engine.pages import PAGE_SIZE
+from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.util import neutral
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
+_log = logging.getLogger(__name__)
 STREAM_ROUNDS = 4  # between two outputs of a stream
 STOP_ROUNDS = 16  # between two searches for stop strings: more overruns, fewer round trips
 
@@ -75,8 +81,9 @@ class LLM:
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
-      ValueError: a setting is out of range or not supported, the models do not fit each other, or
-        a checkpoint cannot be read. Settings are checked before weights are loaded.
+      ValueError: a setting is out of range or not supported, the models do not fit each other or
+        the device's memory, or a checkpoint cannot be read. Settings and memory are checked before
+        weights are loaded.
     """
 
     @engine_args.in_signature
@@ -90,6 +97,7 @@ class LLM:
         speculative = config.read(args.speculative_config)
         logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
+        self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
         self.build = build = build_plan(
             model,
             speculative,
@@ -102,9 +110,9 @@ class LLM:
                 args.sampling_backend,
                 PAGE_SIZE if args.block_size is None else args.block_size,
             ),
+            check=functools.partial(_check_memory, args, self.max_num_seqs),
         )
         self.detailed = args.per_request_stats == "detailed"
-        self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
         self.max_model_len = build.max_model_len
         vocab_size = build.plan.target.vocab_size
         max_logprobs = vocab_size if args.max_logprobs == -1 else args.max_logprobs
@@ -114,6 +122,7 @@ class LLM:
             {name: getattr(args, name) for name in memory.SETTINGS},
             shares_prefixes=args.enable_prefix_caching,
             num_tokens=self.max_num_seqs * self.max_model_len,
+            reserved=build.memory_plan.workspace if build.memory_plan else 0,
         )
         self.runtime = Runtime(
             build.plan,
@@ -342,6 +351,26 @@ class LLM:
                     yield grown
         finally:
             self.runtime.leave(batch)
+
+
+def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Params) -> MemoryPlan:
+    """Log and return the memory plan; raise ValueError if the device has too little memory.
+
+    A ``max_model_len`` that was given must fit. Of the model's own limit, a page must.
+    """
+    limit = args.max_model_len
+    planned = plan_memory(
+        plan,
+        params,
+        {name: getattr(args, name) for name in memory.SETTINGS},
+        memory.this_device(params),
+        max_num_seqs=max_num_seqs,
+        max_model_len=plan.target.max_positions if limit is None else limit,
+        longest=limit,
+    )
+    _log.info("%s", planned)
+    planned.check()
+    return planned
 
 
 @contextlib.contextmanager

@@ -9,10 +9,12 @@ whole.
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
@@ -38,8 +40,32 @@ def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
     return model_files.with_precision(config, dtype), raw
 
 
+def outline(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
+    """Return ``load_pretrained`` with shapes and dtypes for weights, which need not be there.
+
+    ``path`` may be that of a config.json too.
+    """
+    source, raw = _raw_config(path)
+    config = _read_config(source, raw)
+    dtype = dtype or model_files.stated_dtype(raw) or _stored_dtype(source.parent)
+    dtype = model_files.known_dtype(dtype)
+    entries = families.find(raw).table(config)
+    shapes = [jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)) for entry in entries]
+    return model_files.with_precision(config, dtype), assemble(config, entries, shapes), raw
+
+
+def _stored_dtype(directory: Path) -> Any:
+    """Return the dtype of weights; float32 if there are none to read."""
+    try:
+        return model_files.open_tensors(directory)[EMBEDDING].dtype
+    except (ValueError, KeyError):
+        return "float32"
+
+
 def _raw_config(path: PathLike) -> tuple[Path, dict]:
     """Return the file that describes a model, and the config.json in it."""
+    if str(path).endswith(".json") and os.path.isfile(path):
+        return Path(path), model_files.read_json(Path(path))
     if file := gguf_files.find(path):
         return file, _gguf_config(file)
     directory = model_files.locate(path)

@@ -97,6 +97,13 @@ def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> Lo
     return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype)))
 
 
+def outline(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
+    """Return ``load`` with shapes and dtypes for weights, from a config.json alone."""
+    if isinstance(model, LoadedModel):
+        return model
+    return LoadedModel(model, *checkpoint.outline(_path(model), _chosen(dtype)))
+
+
 def _chosen(dtype: Any) -> Any:
     return None if isinstance(dtype, str) and dtype == "auto" else dtype
 
@@ -128,11 +135,16 @@ def load_head(
 
 
 def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
-    """Drop the head's embedding if it equals the target's, to hold one copy in memory."""
+    """Drop the head's embedding if it equals the target's, to hold one copy in memory.
+
+    It is taken to be equal to a shape without values.
+    """
     if not (isinstance(head.config, SharingSizes) and head.config.separate_embedding):
         return head
     copy = head.params.embedding
-    if copy.shape != embedding.shape or not (copy == embedding).all():
+    if copy.shape != embedding.shape:
+        return head
+    if not isinstance(embedding, jax.ShapeDtypeStruct) and not (copy == embedding).all():
         return head
     config = dataclasses.replace(head.config, separate_embedding=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))

@@ -198,7 +198,8 @@ def serve(
     write = logs.write_json if operation.log_format == "json" else None
     with stages.Stages(Console(stderr=True), write) as stage:
         stage.begin("loading")
-        llm, name = server_options.loaded(model, engine)
+        with logs.written(stage.note):
+            llm, name = server_options.loaded(model, engine)
         settings = server_options.settings_of(
             llm,
             model_names=tuple(address.served_model_name or [name]),

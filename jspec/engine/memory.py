@@ -1,6 +1,9 @@
 """The memory of KV caches: how many pages an engine may have."""
 
+import dataclasses
 import os
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jspec.util.messages import shown
 _CPU_BYTES = 4 * 2**30  # as vLLM's VLLM_CPU_KVCACHE_SPACE
 _ACCELERATOR_SHARE = 0.9  # as vLLM's gpu_memory_utilization
 _FIRST_BYTES = 2**27  # most of a pool that grows
+_MEMINFO = Path("/proc/meminfo")
 # The arguments of ``LLM`` that are those of ``pool_of``, where None is their default.
 SETTINGS = (
     "block_size",
@@ -20,6 +24,53 @@ SETTINGS = (
     "kv_cache_memory_bytes",
     "gpu_memory_utilization",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The memory of a device, or of the machine for a CPU.
+
+    Attributes:
+      total: bytes that it has.
+      free: bytes that a program may take; on an accelerator all of them.
+      is_host: whether it is a CPU.
+    """
+
+    total: int
+    free: int
+    is_host: bool = False
+
+    def bytes_for_pages(self, held: int, reserved: int, share: float | None) -> int:
+        """Return the bytes that are left for a KV cache.
+
+        Args:
+          held: bytes of the weights.
+          reserved: bytes that programs need beside weights and KV cache, on an accelerator.
+          share: ``gpu_memory_utilization``; None for 0.9, or 4 GiB of cache on a CPU.
+        """
+        if share is None and self.is_host:
+            return _CPU_BYTES
+        most = int((share or _ACCELERATOR_SHARE) * self.total)
+        most = most if self.is_host else min(most, self.total - reserved)
+        return max(0, most - held)
+
+
+def this_device(held: Any = ()) -> Device:
+    """Return the memory of JAX's first device, of which the arrays of a pytree ``held`` count."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return Device(limit, limit)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+    arrays = [leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, jax.Array)]
+    return Device(total, min([total, *(each + bytes_of(arrays) for each in free)]), is_host=True)
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of the arrays of a pytree, or of their shapes."""
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def dtype_of_pages(params: Params) -> jnp.dtype | None:
@@ -39,6 +90,7 @@ def pool_if_any(
     *,
     shares_prefixes: bool | None,
     num_tokens: int,
+    reserved: int = 0,
 ) -> Pool | None:
     """Return the pool of a model; None for a model whose caches have no pages.
 
@@ -48,6 +100,7 @@ def pool_if_any(
       settings: values of ``SETTINGS`` in their ranges.
       shares_prefixes: its ``enable_prefix_caching``; None wherever target and drafter support it.
       num_tokens: as of ``pool_of``.
+      reserved: as of ``pool_of``.
 
     Raises:
       ValueError: as ``pool_of``, or something is set that the model has no use for.
@@ -68,7 +121,14 @@ def pool_if_any(
             f"enable_prefix_caching=True: {part} cannot start behind a cached prefix; leave it out."
         )
     shares = shares_prefixes is not False
-    return pool_of(plan, params, num_tokens=num_tokens, enable_prefix_caching=shares, **given)
+    return pool_of(
+        plan,
+        params,
+        num_tokens=num_tokens,
+        reserved=reserved,
+        enable_prefix_caching=shares,
+        **given,
+    )
 
 
 def pool_of(
@@ -76,6 +136,7 @@ def pool_of(
     params: Params,
     *,
     num_tokens: int,
+    reserved: int = 0,
     block_size: int = PAGE_SIZE,
     num_gpu_blocks_override: int | None = None,
     kv_cache_memory_bytes: int | None = None,
@@ -92,6 +153,7 @@ def pool_of(
       plan: static.
       params: weights.
       num_tokens: tokens that may run together: a pool that grows begins with no more.
+      reserved: bytes that programs need beside weights and pages.
       block_size: tokens of a page.
       num_gpu_blocks_override: pages; it goes before the bytes.
       kv_cache_memory_bytes: bytes of all pages.
@@ -109,7 +171,8 @@ def pool_of(
         return Pool(plan, params, num_pages=num_gpu_blocks_override + 1, **options)
     name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes
     if limit is None:
-        name, limit = "gpu_memory_utilization", _bytes_left(params, gpu_memory_utilization)
+        name, share = "gpu_memory_utilization", gpu_memory_utilization
+        limit = this_device().bytes_for_pages(bytes_of(params), reserved, share)
     count = limit // each if each else 2**20
     if count < 2:
         raise ValueError(
@@ -123,29 +186,11 @@ def pool_of(
     return Pool(plan, params, num_pages=first, most=count, **options)
 
 
-def _bytes_left(params: Params, share: float | None) -> int:
-    """Return the bytes that the weights leave of a share of the device's memory."""
-    if share is None and _accelerator_bytes() is None:
-        return _CPU_BYTES
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if hasattr(leaf, "nbytes"))
-    return max(0, int((share or _ACCELERATOR_SHARE) * _device_bytes()) - weights)
-
-
 def _check_device(name: str, num_pages: int, bytes_of_page: int) -> None:
     """Refuse pages that take more memory than the device has, before they are allocated."""
-    needed, limit = num_pages * bytes_of_page, _device_bytes()
+    needed, limit = num_pages * bytes_of_page, this_device().total
     if needed > limit:
         raise ValueError(
             f"{name} asks for {num_pages:,} pages, which take {needed:,} bytes, but the device has "
             f"{limit:,}; ask for less."
         )
-
-
-def _device_bytes() -> int:
-    """Return the memory of the device, or of the machine on a CPU."""
-    limit = _accelerator_bytes()
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
-
-
-def _accelerator_bytes() -> int | None:
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -1,9 +1,11 @@
 """Logs: lines of text or of JSON, each with the id of its request, on standard error."""
 
+import contextlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jspec.server.gate import request_id
@@ -18,6 +20,22 @@ def install(kind: str) -> None:
     log = logging.getLogger("jspec")
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def written(write: Callable[[str], None]) -> Iterator[None]:
+    """Write the messages of ``LLM`` while it loads."""
+    handler = logging.Handler()
+    handler.emit = lambda record: write(record.getMessage())
+    log = logging.getLogger("jspec.api.llm")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def write_json(words: str) -> None:

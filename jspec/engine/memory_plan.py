@@ -1,0 +1,243 @@
+"""The memory plan of a model: what it takes on a device, from the shapes of its weights alone."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core import kv_cache
+from jspec.core.types import Params
+from jspec.engine import chunks, slots
+from jspec.engine.memory import Device, bytes_of, dtype_of_pages
+from jspec.engine.pages import PAGE_SIZE, allocate, reads_pages, shapes_of
+from jspec.engine.plan import Plan
+
+_LIVE = 4  # activations of a layer that live at once, in float32
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each of ``tensor_parallel_size`` devices, and the tokens that fit.
+
+    Attributes:
+      weights: bytes of the target's weights.
+      drafter: bytes of the drafter's weights.
+      workspace: bytes of logits, activations and the state of rows; an estimate.
+      sequence: bytes of the KV cache of the longest sequence that must fit.
+      token: bytes of a token in all caches.
+      block_size: tokens of a page; 1 for caches without pages.
+      num_tokens: tokens that fit into the KV cache.
+      memory: bytes that the device has for all of it.
+      dtype: of the largest weight.
+      max_num_seqs: sequences that run together.
+      max_model_len: longest sequence.
+      tensor_parallel_size: devices that share the model.
+    """
+
+    weights: int
+    drafter: int
+    workspace: int
+    sequence: int
+    token: float
+    block_size: int
+    num_tokens: int
+    memory: int
+    dtype: str
+    max_num_seqs: int
+    max_model_len: int
+    tensor_parallel_size: int = 1
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the longest sequence cannot run."""
+        return self.weights + self.drafter + self.workspace + self.sequence
+
+    @property
+    def fits(self) -> bool:
+        """True if the device has as much memory."""
+        return self.least <= self.memory and self.num_tokens > 0
+
+    def parts(self) -> dict[str, str]:
+        """Return the parts with their sizes, for people."""
+        return {
+            "weights": amount(self.weights),
+            "drafter": amount(self.drafter),
+            "workspace": f"about {amount(self.workspace)}",
+            "KV cache": f"{amount(self.token)} a token, {self.num_tokens:,} tokens fit",
+        }
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        parts = ", ".join(f"{name} {size}" for name, size in self.parts().items())
+        return (
+            f"memory {amount(self.memory)}: {parts} (max_num_seqs={self.max_num_seqs}, "
+            f"max_model_len={self.max_model_len})"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if the device has too little memory; the message has the remedies."""
+        if self.fits:
+            return
+        raise ValueError(
+            f"The model needs {amount(self.least)} on a device, which has {amount(self.memory)}: "
+            f"weights {amount(self.weights)}, drafter {amount(self.drafter)}, workspace "
+            f"{amount(self.workspace)} for max_num_seqs={self.max_num_seqs}, and a KV cache of "
+            f"{amount(self.sequence)} at least; set {self._remedies()}."
+        )
+
+    def _remedies(self) -> str:
+        """Return the settings that help, with values that would do where one alone does."""
+        fixed = self.weights + self.drafter
+        page = self.token * self.block_size
+        pages = (self.memory - fixed - self.workspace) // page - 1 if page else 0
+        row = self.workspace / self.max_num_seqs
+        rows = int((self.memory - fixed - self.sequence) / row) if row else 0
+        number = lambda n, most: f" of at most {n}" if 0 < n < most else ""
+        devices = self.tensor_parallel_size * 2 ** max(
+            1, math.ceil(math.log2(self.least / self.memory)) if self.memory else 1
+        )
+        length = number(int(pages) * self.block_size, self.max_model_len)
+        narrow = "a narrower dtype" if self.dtype != "float32" else "dtype='bfloat16'"
+        return (
+            f"a smaller max_model_len{length}, a smaller max_num_seqs"
+            f"{number(rows, self.max_num_seqs)}, or {narrow} or tensor_parallel_size={devices}"
+        )
+
+
+def plan_memory(
+    plan: Plan,
+    params: Params,
+    settings: Mapping[str, Any],
+    device: Device,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    longest: int | None = None,
+    tensor_parallel_size: int = 1,
+) -> MemoryPlan:
+    """Return the memory plan of a model.
+
+    With several devices, matrices are split over all of them, vectors are on each. Key heads are
+    split as far as there are enough of them, and repeated beyond.
+
+    Args:
+      plan: static.
+      params: weights, or their shapes.
+      settings: values of ``memory.SETTINGS``; None for a default.
+      device: each of the devices.
+      max_num_seqs: sequences that run together.
+      max_model_len: longest sequence.
+      longest: tokens of the longest sequence that must fit; None for one page.
+      tensor_parallel_size: devices that share the model.
+    """
+    share = tensor_parallel_size
+    target, drafter = (_split(tree, share) for tree in (params.target, params.drafter))
+    target += _repeated_heads(plan, params, share)
+    row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
+    size = settings.get("block_size") or PAGE_SIZE
+    page = row_bytes = _cache_bytes(plan, params, size, share)
+    if reads_pages(plan):
+        num_pages = _num_pages(page, settings, device, target + drafter, workspace)
+        needed, num_tokens = -(-(longest or 1) // size), num_pages * size
+        sequence = (needed + 1) * page
+    else:  # every row has the whole length
+        size = slots.buffer_size(plan, max_model_len)
+        sequence = row_bytes = row
+        left = max(0, device.free - target - drafter - workspace)
+        rows = min(max_num_seqs, left // row_bytes) if row_bytes else max_num_seqs
+        num_tokens = rows * max_model_len
+    return MemoryPlan(
+        weights=target,
+        drafter=drafter,
+        workspace=workspace,
+        sequence=sequence,
+        token=row_bytes / size,
+        block_size=size if reads_pages(plan) else 1,
+        num_tokens=num_tokens,
+        memory=device.free,
+        dtype=_largest(params.target).dtype.name,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        tensor_parallel_size=share,
+    )
+
+
+def amount(size: float) -> str:
+    """Return a number of bytes for people."""
+    unit, factor = next((pair for pair in _UNITS if size >= pair[1]), ("bytes", 1))
+    return f"{size / factor:.1f} {unit}" if factor > 1 else f"{size:.0f} {unit}"
+
+
+def _num_pages(
+    page: int, settings: Mapping[str, Any], device: Device, held: int, reserved: int
+) -> int:
+    """Return the pages that the pool of ``memory.pool_of`` has for tokens."""
+    if settings.get("num_gpu_blocks_override") is not None:
+        return settings["num_gpu_blocks_override"]
+    limit = settings.get("kv_cache_memory_bytes")
+    if limit is None:
+        limit = device.bytes_for_pages(held, reserved, settings.get("gpu_memory_utilization"))
+    return max(0, limit // page - 1) if page else 2**20 - 1
+
+
+def _split(tree: Any, share: int) -> int:
+    """Return the bytes of weights on each of ``share`` devices."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    sizes = [(leaf.size * leaf.dtype.itemsize, leaf.ndim) for leaf in leaves]
+    return sum(-(-size // share) if ndim > 1 else size for size, ndim in sizes)
+
+
+def _repeated_heads(plan: Plan, params: Params, share: int) -> int:
+    """Return the bytes of weights of key heads that are repeated on each of ``share`` devices."""
+    config = getattr(plan.target, "config", None)
+    itemsize, total = _largest(params.target).dtype.itemsize, 0
+    for mixer in [layer.mixer for layer in getattr(config, "layers", ())]:
+        keys = getattr(mixer, "num_kv_heads", share)
+        if keys < share and hasattr(mixer, "qkv_sizes"):
+            columns = mixer.qkv_sizes[1] + mixer.qkv_sizes[2]
+            total += columns * config.hidden_size * itemsize * (share - keys) // (keys * share)
+    return total
+
+
+def _cache_bytes(plan: Plan, params: Params, size: int, share: int) -> int:
+    """Return the bytes of ``size`` tokens in all caches, on each of ``share`` devices."""
+    if not reads_pages(plan):
+        return 0
+    dtype = dtype_of_pages(params)
+    caches = shapes_of(plan, params, size)
+    pools = jax.eval_shape(lambda: allocate(caches, 1, size, dtype))
+    return sum(
+        leaf.size // leaf.shape[1] * -(-leaf.shape[1] // share) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(pools)
+    )
+
+
+def _workspace(
+    plan: Plan, params: Params, max_num_seqs: int, max_model_len: int, share: int
+) -> tuple[int, int]:
+    """Return the bytes of a row's caches without pages, and those of programs for all rows.
+
+    Programs hold logits of all nodes in float32, also processed and of the drafter, and a few
+    activations of a layer.
+    """
+    has_pages, size = reads_pages(plan), slots.buffer_size(plan, max_model_len)
+    state = jax.eval_shape(lambda p: slots.allocate(plan, p, 1, size, has_pages), params)
+    caches = bytes_of([cache.layers for cache in kv_cache.caches_of(state)])
+    nodes, kinds = plan.drafter.tree_size, 3 if plan.drafter.max_depth else 2
+    logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)
+    row = bytes_of(state) - caches + logits
+    vocabulary = plan.target.vocab_size
+    widths = (size for leaf in jax.tree.leaves(params.target) for size in leaf.shape[-2:])
+    width = max((each for each in widths if each != vocabulary), default=0)
+    tokens = max(max_num_seqs * nodes, chunks.TOTALS[-1])
+    return caches, max_num_seqs * row + _LIVE * 4 * tokens * width
+
+
+def _largest(tree: Any) -> Any:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    empty = jax.ShapeDtypeStruct((), jnp.float32)
+    return max(leaves, key=lambda leaf: leaf.size, default=empty)
