@@ -98,7 +98,7 @@ def _bench(results: dict) -> tuple[bool, str]:
     return bool(words), "; ".join(words)
 
 
-def _verify_cost(results: dict) -> tuple[bool, str]:
+def _passes(results: dict) -> tuple[bool, str]:
     return bool(results["rows"]), f"{len(results['rows'])} rows"
 
 
@@ -163,18 +163,23 @@ STEPS = {
         (
             _PYTHON,
             "-m",
-            "benchmarks.verify_cost",
+            "benchmarks.rounds",
             "--fit",
-            "--batch",
+            "--nodes",
             "1",
+            "2",
+            "4",
             "8",
-            "--lengths",
+            "16",
+            "32",
+            "64",
+            "--prompt-tokens",
             "8192",
             "--out",
             "{out}",
         ),
         85,
-        _verify_cost,
+        _passes,
     ),
 }
 

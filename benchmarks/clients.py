@@ -114,10 +114,13 @@ print(json.dumps([
 
 def lm_eval(run: Run) -> str:
     """Compare the scores of three small tasks with those of ``LLM``."""
-    texts = run.model.texts(_QUESTIONS), run.model.texts([f"{each}\n" for each in _QUESTIONS])
-    likeliest = [run.model.likeliest(each) for each in _QUESTIONS]
-    rows = zip(_QUESTIONS, *texts, likeliest, strict=True)
-    docs = [dict(zip(("q", "text", "chat", "best"), row, strict=True)) for row in rows]
+    columns = {
+        "q": _QUESTIONS,
+        "text": run.model.texts(_QUESTIONS),
+        "chat": run.model.texts([f"{each}\n" for each in _QUESTIONS]),
+        "best": [run.model.likeliest(each) for each in _QUESTIONS],
+    }
+    docs = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     lines = "".join(json.dumps(doc) + "\n" for doc in docs)
     (run.folder / "docs.jsonl").write_text(lines)
     generation = {
@@ -243,8 +246,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         template = Path(folder, "template.jinja")
         template.write_text(_TEMPLATE)
-        flags = ["--served-model-name", "demo", "--chat-template", str(template)]
-        url, _ = stack.enter_context(serve_load.server(str(_TARGET), 4, *flags))
+        served = serve_load.server(
+            str(_TARGET), 4, "--served-model-name", "demo", "--chat-template", str(template)
+        )
+        url, _ = stack.enter_context(served)
         for name, python in given.items():
             directory = Path(folder, name)
             directory.mkdir()

@@ -219,7 +219,7 @@ def _judge(case, implementation, rounds, uniform):
         last, verdicts = verdicts[-1], []
         for logits, tokens, recorded, uniforms in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-            # Never true, which the compiler does not know.
+            # Never true, but the compiler cannot see that.
             after = jnp.where(last[:, None] < 0, 0.5, uniform)
             last = judge(logits, draft, uniforms, after)
             verdicts.append(last)
@@ -290,8 +290,9 @@ def bandwidth(repeats: int = 10) -> float:
 
     @jax.jit
     def products(matrix, vector):
-        step = lambda _, vector: (matrix @ vector).reshape(-1, width).sum(0)
-        return jax.lax.fori_loop(0, STEPS, step, vector)
+        return jax.lax.fori_loop(
+            0, STEPS, lambda _, vector: (matrix @ vector).reshape(-1, width).sum(0), vector
+        )
 
     best = float("inf")
     for _ in range(repeats + 1):  # the first repeat compiles; it is never the best

@@ -55,7 +55,7 @@ class Replay(Target):
         return self.decoder.embed(params[0], tokens)
 
     def unembed(self, params, hidden: Array, *, norm: bool = True) -> Array:
-        """Return the decoder's logits: only the target's pass knows the text."""
+        """Return the decoder's logits: only the target's pass reads the text."""
         return self.decoder.unembed(params[0], hidden, norm=norm)
 
 

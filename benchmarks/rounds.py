@@ -2,45 +2,75 @@
 
     python -m benchmarks.rounds [--shape Llama-3.1-8B] [--layers N] [--out FILE.json]
     python -m benchmarks.rounds --target MODEL --methods none ngram [--out FILE.json]
+    python -m benchmarks.rounds --nodes 1 2 4 8 16 [--attention xla pallas_gpu] [--out FILE.json]
 
 Without ``--target``, weights of the shape are random, so the target accepts hardly any draft. The
 time of a round relative to one without a draft is the acceptance length from which on a method
 saves time. A round's time is the difference of two runs of different length, so prefills do not
 count. Plain decoding over pages also has the seconds to the first token, of a new prompt and of a
 cached one.
+
+With ``--nodes`` a row is a pass of the target over so many nodes of a chain, without an engine. A
+pass reads every weight and the whole prefix for any number of nodes, so a few nodes should cost
+hardly more than one.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import verify_cost
+from benchmarks.kernels import XLA, kernels
 from jspec.api import config
 from jspec.api.build import build_plan
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
-from jspec.core.types import Params
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Params
 from jspec.drafters.eagle import Eagle
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
+from jspec.models import decoder
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.decoder import DecoderConfig, Layer
 from jspec.models.heads import eagle
 from jspec.tools.bench import environment, files
 
+SHAPES = {
+    "Llama-3.1-8B": DecoderConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        max_positions=131072,
+        layers=(Layer(Attention(32, 8, head_dim=128), GatedMlp(14336)),) * 32,
+    ),
+    "tiny": DecoderConfig(
+        vocab_size=512,
+        hidden_size=64,
+        max_positions=2048,
+        layers=(Layer(Attention(4, 2, head_dim=16), GatedMlp(128)),) * 2,
+    ),
+}
 _METHODS = ("none", "ngram", "eagle3")
 _NUM_DRAFTED = 4
 _SHORT = 8  # tokens of the run that is subtracted
+_PASSES = 8  # passes in a timed program
+_SLOT_MULTIPLE = 64  # slots of a cache: every kernel reads such blocks in place
 
 
 def eagle3(target: LoadedModel) -> tuple[Plan, Params]:
@@ -156,6 +186,63 @@ def row(
     }
 
 
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _passes(
+    config: DecoderConfig, params: Any, cache: kv_cache.KVCache, tokens: Array
+) -> tuple[kv_cache.KVCache, Array]:
+    """Run passes over a chain of nodes [B, N], each fed by the last; the prefix stays as it is."""
+    nodes = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    none = jnp.zeros(len(tokens), jnp.int32)
+
+    def body(_, carry):
+        cache, tokens = carry
+        tree = trees.chain_tree(*tokens.shape)
+        out = decoder.forward(params, config, tokens, tree, cache)
+        cache = kv_cache.append(cache, out.tree_kv, nodes, none)
+        return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, _PASSES, body, (cache, tokens))
+
+
+def pass_row(
+    target: LoadedModel, attention: str, nodes: int, slots: int, length: int, repeats: int
+) -> dict:
+    """Time passes over ``nodes`` nodes a row, behind a prefix of ``length`` tokens."""
+    config = dataclasses.replace(target.config, attention=attention)
+    capacity = -(-(length + nodes) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+    cache = decoder.init_cache(config, slots, capacity)
+    cache = cache.replace(length=jnp.full_like(cache.length, length))
+    times = []
+    for _ in range(repeats + 1):  # the first run compiles
+        begin = time.perf_counter()
+        tokens = jnp.ones((slots, nodes), jnp.int32)
+        cache, _ = jax.block_until_ready(_passes(config, target.params, cache, tokens))
+        times.append(1e3 * (time.perf_counter() - begin) / _PASSES)
+    return {
+        "attention": attention,
+        "nodes": nodes,
+        "slots": slots,
+        "context": length,
+        "ms_per_pass": round(statistics.median(times[1:]), 4),
+        "ms_least": round(min(times[1:]), 4),
+    }
+
+
+def rows_of(target: LoadedModel, settings: argparse.Namespace) -> Iterator[dict]:
+    """Measure passes over ``--nodes``, or rounds of engines without them."""
+    lengths = settings.prompt_tokens
+    if settings.nodes:
+        for name, slots, length, nodes in itertools.product(
+            settings.attention, settings.slots, lengths, settings.nodes
+        ):
+            yield pass_row(target, name, nodes, slots, length, settings.repeats)
+        return
+    for slots, size, method, length in itertools.product(
+        settings.slots, settings.page_sizes, settings.methods, lengths
+    ):
+        yield row(target, method, size, slots, length, settings)
+
+
 def table(rows: Sequence[dict]) -> Table:
     """Return the rows as a table."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -169,20 +256,43 @@ def target_of(settings: argparse.Namespace) -> LoadedModel:
     """Return the model of ``--target``, or one of the shape with random weights."""
     if settings.target is not None:
         return loading.load(settings.target, settings.weights)
-    shape = verify_cost.config_of(settings)
-    params = jax.block_until_ready(verify_cost.weights_of(shape, settings.weights)())
-    return LoadedModel(settings.shape, shape, params, {})
+    shape = SHAPES[settings.shape]
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    shape = dataclasses.replace(shape, cache_dtype=dtype, activation_dtype=dtype)
+    init = functools.partial(decoder.init_params, jax.random.key(0), dtype=settings.weights)
+    count = settings.layers or shape.num_layers
+    while True:
+        shape = dataclasses.replace(shape, layers=shape.layers[:1] * count)
+        is_small = 2 * _bytes(jax.eval_shape(functools.partial(init, shape))) <= _room()
+        if is_small or not settings.fit or count == 1:
+            return LoadedModel(settings.shape, shape, jax.block_until_ready(init(shape)), {})
+        count -= 1
+
+
+def _bytes(tree: Any) -> int:
+    """Return the bytes of the arrays of a pytree, which may be abstract."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _room() -> int:
+    """Return the free bytes of the device, or the memory of the machine."""
+    if stats := jax.local_devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, write the results after every engine, and print a table."""
     parser = argparse.ArgumentParser(description="milliseconds of an engine's round")
     on_cpu = jax.default_backend() == "cpu"
-    shapes = verify_cost.CONFIGS
-    parser.add_argument("--shape", choices=shapes, default="tiny" if on_cpu else "Llama-3.1-8B")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny" if on_cpu else "Llama-3.1-8B")
     parser.add_argument("--target", help="a model, instead of the shape")
     parser.add_argument("--layers", type=int, help="number of layers, instead of the shape's")
+    parser.add_argument("--fit", action="store_true", help="fewer layers, in half of the memory")
     parser.add_argument("--weights", default="bfloat16", help="dtype")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="of passes, not rounds")
+    names = [XLA, *kernels()]
+    parser.add_argument("--attention", nargs="+", default=names, help="back-ends of passes")
     parser.add_argument("--methods", nargs="+", choices=_METHODS, default=_METHODS)
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[0, 128], help="0: contiguous")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 8])
@@ -200,22 +310,16 @@ def main(words: Sequence[str] | None = None) -> None:
         "shape": settings.shape if settings.target is None else str(target.path),
         "layers": target.config.num_layers,
         "weights": settings.weights,
-        "weight_bytes": verify_cost.size(target.params),
+        "weight_bytes": _bytes(target.params),
     }
     results = environment.describe("benchmarks.rounds") | facts | {"rows": []}
-    combinations = itertools.product(
-        settings.slots,
-        settings.page_sizes,
-        settings.methods,
-        settings.prompt_tokens,
-    )
-    for slots, size, method, length in combinations:
-        if time.monotonic() > end:
-            break
-        results["rows"].append(row(target, method, size, slots, length, settings))
-        print(results["rows"][-1], flush=True)
+    for measured in rows_of(target, settings):
+        results["rows"].append(measured)
+        print(measured, flush=True)
         if settings.out is not None:
             files.write_json(results, settings.out)
+        if time.monotonic() > end:
+            break
     Console(width=160).print(table(results["rows"]))
 
 

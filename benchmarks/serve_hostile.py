@@ -65,7 +65,7 @@ class Steady:
             self._longest = max(self._longest, time.perf_counter() - begin)
 
     def reset(self) -> None:
-        """Forget the calls that have ended."""
+        """Leave out the calls that have ended."""
         self._longest = 0.0
 
     @property
@@ -158,8 +158,10 @@ def send_all(url: str, hostile: Hostile, bodies: Sequence[bytes], seconds: float
     each = min(seconds, hostile.seconds or seconds)
     workers = len(bodies) if hostile.together else 1
     with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as threads:
-        arguments = (each, hostile.leaves_stream)
-        sent = [threads.submit(send, url, body, *arguments) for body in bodies]
+        sent = [
+            threads.submit(send, url, body, seconds=each, leaves_stream=hostile.leaves_stream)
+            for body in bodies
+        ]
     return "; ".join(dict.fromkeys(future.result() for future in sent)) or "-"
 
 

@@ -179,9 +179,11 @@ def measure(
     finally:
         for server in servers.values():
             server.send(signal.SIGKILL)
-    median = lambda runs: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     return {
-        str(users): {name: median(runs) for name, runs in by_name.items()}
+        str(users): {
+            name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            for name, runs in by_name.items()
+        }
         for users, by_name in samples.items()
     }
 
@@ -207,8 +209,14 @@ def main() -> None:
     for drafts, by_users in result.items():
         for users, by_name in by_users.items():
             for name, ran in by_name.items():
-                seconds = f"{ran['first_text_seconds']:.2f}", f"{ran['answer_seconds']:.2f}"
-                table.add_row(drafts, users, name, f"{ran['tokens_per_second']:.1f}", *seconds)
+                table.add_row(
+                    drafts,
+                    users,
+                    name,
+                    f"{ran['tokens_per_second']:.1f}",
+                    f"{ran['first_text_seconds']:.2f}",
+                    f"{ran['answer_seconds']:.2f}",
+                )
     Console().print(table)
     files = {"questions": options.questions.name, "model": Path(options.model).name}
     settings = {key: str(value) for key, value in vars(options).items() if key != "out"} | files

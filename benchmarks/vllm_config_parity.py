@@ -62,7 +62,7 @@ def _coerced(value: Any) -> bool:
 
 
 def reason_of(config: dict[str, Any], vllm: dict[str, Any], jspec: dict[str, Any]) -> str | None:
-    """Return why the verdicts differ, None if that is not known."""
+    """Return why the verdicts differ, None if there is no reason on the list."""
     refused, method = jspec.get("refused", ""), vllm.get("method")
     if "refused" in vllm and None in config.values():
         return "null is the default here, for every key; vLLM takes it for some"

@@ -62,7 +62,7 @@ def _of_vllm(start: Start) -> list[str]:
     options = ["--model", str(start.target), "--dtype", start.dtype, *_sizes(start)]
     config = start.config
     if start.mode == "suffix":
-        # Its answers of earlier turns would be its drafts; jspec forgets them before each turn.
+        # Its answers of earlier turns would be its drafts; jspec drops them before each turn.
         config = {"suffix_decoding_max_cached_requests": 0} | config
     return options + (["--config", json.dumps(config)] if config else [])
 

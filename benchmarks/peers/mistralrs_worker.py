@@ -83,8 +83,9 @@ def main() -> None:
     sys.path.insert(0, _ROOT)  # this environment has no jspec; ``serve`` removes it again
     from jspec.tools.bench import peer_transformers
 
-    sizes = arguments.threads, arguments.batch_size
-    peer_transformers.serve(lambda: Worker(arguments.model, *sizes))
+    peer_transformers.serve(
+        lambda: Worker(arguments.model, arguments.threads, arguments.batch_size)
+    )
 
 
 if __name__ == "__main__":

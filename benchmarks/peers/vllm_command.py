@@ -1,4 +1,4 @@
-"""The command ``vllm`` of the package for CPUs, whose name that command does not know.
+"""The command ``vllm`` of the package for CPUs, whose name the command does not look for.
 
 python benchmarks/peers/vllm_command.py serve DIR ...
 """
