@@ -35,6 +35,7 @@ class Backend(NamedTuple):
     # Whether it is the default for such arrays, those of ``refusal``; None for never.
     default: Callable[..., bool] | None = None
     refuses: bool = False  # Whether its module has ``refusal``, the reason against some arrays.
+    interpreted: bool = False  # Whether Pallas' interpreter runs it, on any device: for proofs.
 
     def load(self, operation: str) -> ModuleType:
         """Return the module; Pallas is imported only on demand."""
@@ -65,6 +66,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "rejection_sampling": (
         Backend("pallas_tpu", "pallas_tpu", "tpu", refuses=True),
         Backend("pallas_gpu", "pallas_gpu", "cuda", refuses=True),
+        Backend("pallas_tpu_interpreted", "pallas_tpu", refuses=True, interpreted=True),
         Backend("reference", "reference"),
     ),
 }
@@ -223,8 +225,9 @@ def rejection_sampling(
         )
     values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
     filters = distributions.Filters(temperature, **values, names=sampling.names)
-    kernel = chosen.load("rejection_sampling")
-    return kernel.rejection_sampling(logits, filters, proposal, uniforms, uniform, form)
+    kernel = chosen.load("rejection_sampling").rejection_sampling
+    options = {"interpret": True} if chosen.interpreted else {}
+    return kernel(logits, filters, proposal, uniforms, uniform, form, **options)
 
 
 def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> distributions.Form:

@@ -13,9 +13,27 @@ from jspec.verify.rule import Rule
 from jspec.verify.verdicts import verify
 
 if TYPE_CHECKING:
-    from jspec.verify.rules import MAKERS, RULES, check_fit, load_rule, synthetic, typical
+    from jspec.verify.rules import (
+        MAKERS,
+        RULES,
+        check_backend,
+        check_fit,
+        load_rule,
+        synthetic,
+        typical,
+    )
 
-__all__ = ["MAKERS", "RULES", "Rule", "check_fit", "load_rule", "synthetic", "typical", "verify"]
+__all__ = [
+    "MAKERS",
+    "RULES",
+    "Rule",
+    "check_backend",
+    "check_fit",
+    "load_rule",
+    "synthetic",
+    "typical",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

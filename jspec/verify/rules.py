@@ -92,20 +92,34 @@ def check_fit(rule: Rule, drafter: Drafter, backend: str | None = None) -> None:
             f"{drafter.max_depth}; give Plan a rule made for it, such as "
             f"rule=jspec.verify.{rule.name}(...)."
         )
+    check_backend(rule, backend)
     if backend not in (None, "xla"):
         _check_kernel(rule, drafter, backend)
 
 
-def _check_kernel(rule: Rule, drafter: Drafter, backend: str) -> None:
-    """Refuse a kernel that does not exist or would never run."""
-    known = [each.name for each in ops.BACKENDS["rejection_sampling"] if each.platform]
-    given, effective = f"sampling_backend={shown(backend)}", rule.for_proposal(drafter.proposal)
-    if backend not in known:
-        names = ", ".join(map(repr, ("xla", *known)))
-        raise ValueError(f"{given} is not known; use None or one of {names}.")
-    if not _has_kernels(rule):
+def check_backend(rule: Rule, backend: str | None) -> None:
+    """Refuse a ``sampling_backend`` that does not exist, or does not judge by the rule.
+
+    Raises:
+      ValueError: as said.
+    """
+    known = ("xla", *(x.name for x in ops.BACKENDS["rejection_sampling"] if x.platform))
+    if backend not in (None, *known):
+        names = ", ".join(map(repr, known))
+        raise ValueError(
+            f"sampling_backend={shown(backend)} is not known; use None or one of {names}."
+        )
+    if backend not in (None, "xla") and not _has_kernels(rule):
         rules = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
-        raise ValueError(f"{given} is for the rules {rules}, not for {rule.name!r}; leave it out.")
+        raise ValueError(
+            f"sampling_backend={backend!r} is for the rules {rules}, not for {rule.name!r}; leave "
+            "it out."
+        )
+
+
+def _check_kernel(rule: Rule, drafter: Drafter, backend: str) -> None:
+    """Refuse a kernel that the drafts would never reach."""
+    given, effective = f"sampling_backend={backend!r}", rule.for_proposal(drafter.proposal)
     if not _has_kernels(effective):
         raise ValueError(
             f"{given} is for drawn drafts, but those of {type(drafter).__name__} are deterministic "

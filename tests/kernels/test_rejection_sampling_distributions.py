@@ -3,19 +3,16 @@
 The kernel computes in float32; the enumeration sums its results in float64.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import ops
-from jspec.core.types import Sampling
-from jspec.kernels.rejection_sampling import acceptance, distributions, pallas_tpu, traversal
+from jspec.kernels.rejection_sampling import acceptance, distributions, traversal
 from jspec.tools.certify.conditionals import context_dependent
 from jspec.tools.certify.drawing import Case
 from jspec.tools.certify.enumeration import outcome
+from jspec.tools.certify.kernels import KernelWalk
 from tests.verify.cases import chain
 
 EXACT, CAUGHT = 1e-6, 1e-4  # Rounding of float32, and the least error of a mistake.
@@ -43,32 +40,9 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    kernel = functools.partial(pallas_tpu.rejection_sampling, interpret=True)
-    monkeypatch.setattr(pallas_tpu, "rejection_sampling", kernel)
-
-
 def by_kernel(rule):
-    """Return the walk of a rule as the kernel judges, with the weights that it draws from."""
-
-    def walk(processed, draft, tree, uniforms, proposal):
-        ones, count = jnp.ones(len(processed), jnp.float32), processed.shape[1]
-        values = dict(temperature=ones, min_p=0 * ones, top_k=ones.astype(jnp.int32), top_p=ones)
-        path, num_accepted, weights = ops.rejection_sampling(
-            processed.astype(jnp.float32),
-            Sampling(values, names=("temperature",)),
-            draft.replace(logits=draft.logits.astype(jnp.float32)),
-            tree,
-            uniforms.astype(jnp.float32),
-            None,
-            rule=rule,
-            max_children=2 if count > DEPTH + 1 else 1,
-            implementation="pallas_tpu",
-        )
-        return path, num_accepted, jnp.log(weights)
-
-    return walk
+    """Return the walk of a rule as the interpreted kernel judges trees of two children."""
+    return KernelWalk(rule, "pallas_tpu_interpreted", max_children=2)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

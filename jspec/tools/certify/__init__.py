@@ -1,5 +1,6 @@
 """Proofs and measurements, for users, that speculation keeps the target's distribution."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import jax
 import jaxlib
 
+from jspec import ops
 from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.certify.configuration import Progress, of_model, of_plan
 from jspec.tools.certify.drafters import drafts
 from jspec.tools.certify.exact import distribution, distributions, rule_of
+from jspec.tools.certify.kernels import can_interpret
 from jspec.tools.certify.report import Finding, Report
 from jspec.tools.certify.sampled import VOCAB_SIZE, chi_square, chi_squares
 from jspec.tools.certify.texts import texts
-from jspec.verify import RULES, Rule
+from jspec.verify import RULES, Rule, check_backend
 
 __all__ = [
     "Finding",
@@ -42,6 +45,7 @@ def certify(
     num_drafts: int | None = None,
     deterministic: bool = False,
     engine: bool = False,
+    sampling_backend: str | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -69,6 +73,8 @@ def certify(
       num_drafts: rounds whose draws are compared; None for 4096.
       deterministic: as for ``LLM``.
       engine: whether to compare texts in a shared engine with those of each sequence alone.
+      sampling_backend: as for ``LLM``. Without ``model``: the rules "rejection" and "block" by its
+        kernel, interpreted on a device that does not run it.
       temperature: of sampled texts, more than 0. If all four are None: several combinations for
         rules, and 0.8 with ``model``.
       top_k, top_p, min_p: as in ``SamplingParams``; None for its default.
@@ -91,22 +97,43 @@ def certify(
     if model is None:
         misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")
-        chosen = [rule_of(rule) for rule in ([rules] if isinstance(rules, str | Rule) else rules)]
-        names = ", ".join(rule.name for rule in chosen) or "all lossless ones"
         progress("enumerating drafts and uniforms, counting tokens")
-        size, findings = VOCAB_SIZE if vocab_size is None else vocab_size, []
-        for rule in chosen or [rule for rule in RULES.values() if rule.lossless]:
-            findings += distributions(rule, tree, seed, **filters)
-            if rule.lossless:
-                findings += chi_squares(rule, size, seed=seed, **filters)
-        return Report(tuple(findings), {"rules": names, **device, "vocab_size": str(size)})
+        every = [rules] if isinstance(rules, str | Rule) else rules
+        report = _of_rules(every, vocab_size, tree, seed, sampling_backend, filters)
+        return dataclasses.replace(report, setting={**report.setting, **device})
     _refuse(
         _set(rules=rules or None, vocab_size=vocab_size, tree=tree),
         "is of certificates of rules; a model has its own, so leave it out.",
     )
-    sampling = {**filters, "seed": seed}
+    sampling, run = {**filters, "seed": seed}, run | _set(sampling_backend=sampling_backend)
     findings, remarks, setting = of_model(model, speculative_config, progress, sampling, **run)
     return Report(tuple(findings), {**setting, **device}, tuple(remarks))
+
+
+def _of_rules(
+    rules: Sequence[str | Rule],
+    vocab_size: int | None,
+    tree: Sequence[int] | None,
+    seed: int,
+    backend: str | None,
+    filters: Mapping[str, float],
+) -> Report:
+    chosen = [rule_of(rule) for rule in rules]
+    if backend is not None and not chosen:
+        chosen = [RULES[name] for name in ops.REJECTION_SAMPLING_RULES]
+    names = ", ".join(rule.name for rule in chosen) or "all lossless ones"
+    size, findings = VOCAB_SIZE if vocab_size is None else vocab_size, []
+    remarks, enumerated = (), backend is None or can_interpret(backend)
+    if not enumerated:
+        remarks = (f"drafts by {backend} are counted alone: JAX cannot interpret it.",)
+    for rule in chosen or [rule for rule in RULES.values() if rule.lossless]:
+        check_backend(rule, backend)
+        if enumerated:
+            findings += distributions(rule, tree, seed, backend, **filters)
+        if rule.lossless:
+            findings += chi_squares(rule, size, seed=seed, backend=backend, **filters)
+    setting = {"rules": names, **_set(sampling_backend=backend), "vocab_size": str(size)}
+    return Report(tuple(findings), setting, remarks)
 
 
 def _set(**arguments: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jspec.api import config
+from jspec.api.backends import Backends
 from jspec.api.build import Build, build_plan
 from jspec.api.prompts import read
 from jspec.checkpoints import loading
@@ -20,6 +21,7 @@ from jspec.engine.sequences import SequenceParams, check_prompt
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
 from jspec.tools.certify.engine_texts import engine_texts
 from jspec.tools.certify.exact import distribution, distributions, rule_of
+from jspec.tools.certify.kernels import can_interpret
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.sampled import chi_square
 from jspec.tools.certify.texts import texts, with_target_noise
@@ -51,6 +53,7 @@ def of_model(
     num_drafts: int = NUM_DRAFTS,
     deterministic: bool = False,
     engine: bool = False,
+    sampling_backend: str | None = None,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
     """Certify a configuration; return the findings, remarks as ``of_plan``, and the setting.
 
@@ -75,7 +78,13 @@ def of_model(
     speculative = config.read(speculative_config)
     programs.keep_compiled_programs()
     progress("loading")
-    build = build_plan(model, speculative, dtype=dtype, deterministic=deterministic)
+    build = build_plan(
+        model,
+        speculative,
+        dtype=dtype,
+        deterministic=deterministic,
+        backends=Backends(sampling=sampling_backend),
+    )
     eos = build.model.eos_token_ids
     rows = [
         dataclasses.replace(row, prompt=tuple(prompt), stream=index, stop_token_ids=eos)
@@ -91,6 +100,7 @@ def of_model(
         "prompts": str(len(rows)),
         "max_tokens": str(max_tokens),
         **({"deterministic": "True"} if deterministic else {}),
+        **({"sampling_backend": sampling_backend} if sampling_backend else {}),
         "temperature": f"{row.temperature:g}",
         **{name: f"{value:g}" for name, value in sampling.items()},
     }
@@ -149,12 +159,17 @@ def _of_rule(plan: Plan, row: SequenceParams) -> list[Finding]:
     if not rule.lossless:
         return list(distributions(rule))
     filters = {name: getattr(row, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    findings = [distribution(rule, proposal, **filters)]
+    backend = plan.sampling_backend
+    # Where the kernel cannot be interpreted, the walk of its rule is enumerated.
+    enumerated = backend if backend is not None and can_interpret(backend) else None
+    findings = [distribution(rule, proposal, backend=enumerated, **filters)]
     choices = {"chain": ("chain", "deterministic"), "deterministic": ("deterministic",)}
     choices = choices.get(proposal, ("without_replacement", "chain", "deterministic"))
     counted = next((each for each in choices if each in rule.exact_for), None)
     if counted is not None:
-        findings.append(chi_square(rule, counted, vocab_size=plan.target.vocab_size, **filters))
+        vocab_size = plan.target.vocab_size
+        finding = chi_square(rule, counted, vocab_size=vocab_size, backend=backend, **filters)
+        findings.append(finding)
     return findings
 
 

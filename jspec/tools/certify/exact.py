@@ -12,13 +12,14 @@ from jspec.core.sampling import FILTERS
 from jspec.core.types import Proposal, Sampling
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
-from jspec.tools.certify import conditionals, enumeration
+from jspec.tools.certify import conditionals, enumeration, kernels
 from jspec.tools.certify.drawing import DEPTH, NUM_NODES, Case
 from jspec.tools.certify.report import Finding, raised, worst
 from jspec.verify import RULES, Rule, load_rule
 
 EXACT = 1e-12  # rounding of float64 in sums of thousands of terms
 EXACT_CONTEXT = 1e-9  # after a single text, whose probability may be 1e-4
+EXACT_FLOAT32, EXACT_CONTEXT_FLOAT32 = 1e-6, 1e-3  # the same, by a kernel
 VOCAB_SIZE = 3
 UNEVEN = (-1, 0, 0, 1, 1)  # the tree of proposals with siblings
 _CHAIN = tuple(trees.chain(DEPTH).tolist())
@@ -52,7 +53,11 @@ def rule_of(rule: str | Rule) -> Rule:
 
 
 def distributions(
-    rule: str | Rule, tree: Sequence[int] | None = None, seed: int = 0, **filters: float
+    rule: str | Rule,
+    tree: Sequence[int] | None = None,
+    seed: int = 0,
+    backend: str | None = None,
+    **filters: float,
 ) -> Iterator[Finding]:
     """Yield ``distribution`` of a rule for all proposals that it claims to be exact for.
 
@@ -71,10 +76,11 @@ def distributions(
     proposals = ("chain", "without_replacement") if by_draws else get_args(Proposal)
     siblings = tree is not None and len(set(tree)) < len(tree)
     for proposal in proposals:
-        if proposal in rule.exact_for and not (siblings and proposal == "chain"):
+        judged = proposal in rule.exact_for and kernels.judges(backend, proposal)
+        if judged and not (siblings and proposal == "chain"):
             settings = SAMPLING if proposal == "chain" else SAMPLING[:1]
             for each in (filters,) if filters else settings:
-                yield distribution(rule, proposal, tree, seeds=(seed,), **each)
+                yield distribution(rule, proposal, tree, seeds=(seed,), backend=backend, **each)
 
 
 def distribution(
@@ -83,6 +89,7 @@ def distribution(
     tree: Sequence[int] | None = None,
     *,
     seeds: Sequence[int] = (0,),
+    backend: str | None = None,
     **filters: float,
 ) -> Finding:
     """Measure the distance of a rule's output distribution from the target's, by enumeration.
@@ -102,6 +109,8 @@ def distribution(
       tree: parents, -1 at the root; at most 7 nodes, 3 edges deep. None: a chain of three, and for
         proposals with siblings ``UNEVEN``.
       seeds: of the random distributions.
+      backend: that judges instead of the shipped function, as the ``sampling_backend`` of ``LLM``.
+        Its kernels are interpreted, and compute in float32; their filters are not enumerated.
       **filters: temperature (more than 0, 1 by default), top_k, top_p and min_p, as in
         ``SamplingParams``.
 
@@ -113,13 +122,14 @@ def distribution(
     filters = {"temperature": 1.0} | filters
     sampling = _sampling(filters)
     parents = _parents(proposal, tree)
-    judge = rule.for_proposal(proposal)
+    judge = kernels.through(rule, backend, proposal, parents).for_proposal(proposal)
     measure = _by_draws if judge.randomness == "target" else _by_uniforms
     tried = itertools.chain.from_iterable(
         _tried(measure, judge, name, case)
         for name, case in _cases(proposal, parents, seeds, sampling)
     )
-    subject = ", ".join([f"{rule.name}, {_words(proposal, parents)}", *changed(filters)])
+    name = rule.name if backend is None else f"{rule.name} by {backend}"
+    subject = ", ".join([f"{name}, {_words(proposal, parents)}", *changed(filters)])
     return dataclasses.replace(worst(tried), subject=subject)
 
 
@@ -166,9 +176,12 @@ def _by_uniforms(rule: Rule, name: str, case: Case) -> Iterator[Finding]:
     outcome = enumeration.outcome(rule, case)
     context = outcome.worst_context(VOCAB_SIZE)
     note = f"worst with {name}; after one text at most {context:.1e}"
-    yield Finding("distribution", "", outcome.distance, EXACT, note)
-    yield Finding("distribution", "", context, EXACT_CONTEXT, note)
-    exact = outcome.distance <= EXACT and context <= EXACT_CONTEXT
+    limit, limit_of_context = EXACT, EXACT_CONTEXT
+    if isinstance(rule.walk, kernels.KernelWalk):
+        limit, limit_of_context = EXACT_FLOAT32, EXACT_CONTEXT_FLOAT32
+    yield Finding("distribution", "", outcome.distance, limit, note)
+    yield Finding("distribution", "", context, limit_of_context, note)
+    exact = outcome.distance <= limit and context <= limit_of_context
     if exact and enumeration.accepts_the_impossible(rule.walk, case):
         note = f"with {name} a uniform of exactly 0 accepts a token that the target excludes"
         yield Finding("distribution", "", float("inf"), EXACT, note)

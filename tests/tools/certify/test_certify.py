@@ -2,18 +2,23 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jspec
+from jspec import ops
 from jspec.cli import main
 from jspec.tools.certify import conditionals, enumeration, exact, sampled
 from jspec.tools.certify.statistics import bias, excess
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
 
+DEMO = Path(jspec.__file__).parent / "assets" / "demo" / "target"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 CHAINS = frozenset({"chain"})
 
 
@@ -202,6 +207,42 @@ def test_a_leniency_of_a_twentieth_is_seen_in_the_compiled_rule():
         processed, draft, tree, 0.95 * uniforms, proposal
     )
     assert not sampled.chi_square(Rule("lenient", walk, "round", CHAINS)).passed
+
+
+# ------------------------------------------------------------------------------------- back-ends
+
+
+@pytest.mark.parametrize("measure", [exact.distribution, sampled.chi_square])
+def test_a_rule_is_certified_by_the_kernel_that_judges_instead(measure, monkeypatch):
+    finding = measure("block", backend="pallas_tpu", temperature=0.9, top_k=2)
+    assert finding.passed and finding.subject.startswith("block by pallas_tpu, ")
+    original = ops.rejection_sampling
+
+    def lenient(logits, settings, draft, tree, uniforms, uniform, **options):
+        return original(logits, settings, draft, tree, uniforms / 8, uniform, **options)
+
+    monkeypatch.setattr(ops, "rejection_sampling", lenient)
+    jax.clear_caches()
+    assert not measure("block", backend="pallas_tpu", temperature=0.9).passed
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rules": "match"}, "'pallas_tpu' is for the rules 'rejection' and 'block', not for 'mat"),
+        ({"sampling_backend": "triton"}, "sampling_backend='triton' is not known; use None or one"),
+        ({"sampling_backend": "pallas_gpu"}, "does not run on 'cpu', and JAX does not interpret "),
+        (
+            {"model": DEMO, "speculative_config": NGRAM},
+            "pallas_tpu' runs on a TPU alone, and JAX's device is a CPU",
+        ),
+    ],
+)
+def test_a_backend_that_certifies_nothing_is_refused(arguments, message):
+    with pytest.raises(ValueError) as error:
+        jspec.certify(**{"sampling_backend": "pallas_tpu"} | arguments)
+    assert message in str(error.value)
 
 
 # -------------------------------------------------------------------------------- the command line
