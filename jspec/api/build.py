@@ -37,6 +37,11 @@ class Build:
     params: Params
     memory_plan: MemoryPlan | None = None
 
+    def with_params(self, params: Params) -> "Build":
+        """Return the build with other weights, and without a reference to the present target's."""
+        model = self.model.with_params(params.target)
+        return dataclasses.replace(self, model=model, params=params)
+
 
 def build_plan(
     model: str | os.PathLike | LoadedModel,

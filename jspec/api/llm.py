@@ -1,7 +1,6 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
@@ -290,7 +289,7 @@ class LLM:
         """Replace the weights between two steps, as for rollouts of a training run.
 
         Nothing is compiled again, and the prefix cache is emptied. Requests that run go on: their
-        texts so far are prefilled again with the new weights.
+        texts so far are prefilled again with the new weights. No reference to the old ones stays.
 
         Args:
           target: pytree of the structure, shapes and dtypes of ``llm.build.params.target``.
@@ -300,9 +299,8 @@ class LLM:
           ValueError: the weights are of another structure, shape or dtype; nothing has changed.
         """
         drafter = self.build.params.drafter if drafter is None else drafter
-        params = Params(target, drafter)
-        self.runtime.update_params(params)
-        self.build = dataclasses.replace(self.build, params=params)
+        params = self.runtime.update_params(Params(target, drafter))
+        self.build = self.resolver.build = self.build.with_params(params)
 
     def save_shared(self, path: str | os.PathLike) -> None:
         """Write the state that the drafter gathered from requests, such as past responses."""

@@ -23,7 +23,7 @@ class Resolver:
     Several threads may use it.
 
     Args:
-      build: the target with its tokenizer.
+      build: the target with its tokenizer; an attribute, which new weights replace.
       seed: with the request's number, the noise of requests without a seed.
       mode: of the scores that requests ask for.
       max_logprobs: most scored tokens of a position.
@@ -33,7 +33,7 @@ class Resolver:
     def __init__(
         self, build: Build, *, seed: int, mode: Mode, max_logprobs: int, pool: Pool | None
     ):
-        self._build, self._pool, self._seed = build, pool, seed
+        self.build, self._pool, self._seed = build, pool, seed
         self._mode, self._max_logprobs = mode, max_logprobs
         self.encode_text = prompts.Encoder(self.get_tokenizer, build.max_model_len)
         self._lock = threading.Lock()  # guards the number of requests
@@ -41,13 +41,13 @@ class Resolver:
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer; raise ValueError if there is none."""
-        build = self._build
+        build = self.build
         return build.model.tokenizer if build.tokenizer is None else build.tokenizer
 
     @functools.cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
-        return frozenset(loading.text_ends(self._build.model, self._build.tokenizer))
+        return frozenset(loading.text_ends(self.build.model, self.build.tokenizer))
 
     def resolve(
         self, inputs: Any, sampling_params: Settings, *, will_run: bool = True
@@ -59,8 +59,8 @@ class Resolver:
         """
         items = prompts.read(inputs, self.encode_text)
         settings = requests.params_per_prompt(sampling_params, len(items))
-        max_model_len = self._build.max_model_len
-        target = self._build.plan.target
+        max_model_len = self.build.max_model_len
+        target = self.build.plan.target
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             if len(item.token_ids) >= max_model_len:
                 raise ValueError(

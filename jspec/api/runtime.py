@@ -257,10 +257,11 @@ class Runtime:
             if fresh is not None:
                 self._engine.shared = fresh
 
-    def update_params(self, params: Params) -> None:
-        """Replace the weights; see ``jspec.engine.updates``."""
+    def update_params(self, params: Params) -> Params:
+        """Replace the weights, and return them on their devices; see ``jspec.engine.updates``."""
         with self._line, self._lock, Uninterrupted():
             self._engine.params = params
+            return self._engine.params
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV cache of past prompts."""

@@ -1,5 +1,6 @@
 """Loaded models: network, weights, tokenizer and end-of-text tokens in one value."""
 
+import copy
 import dataclasses
 import functools
 import os
@@ -43,6 +44,12 @@ class LoadedModel:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The end-of-text ids of config.json and generation_config.json."""
         return checkpoint.eos_token_ids(self.path)
+
+    def with_params(self, params: DecoderParams) -> "LoadedModel":
+        """Return the model with other weights, and with the tokenizer if it was read."""
+        model = copy.copy(self)
+        object.__setattr__(model, "params", params)
+        return model
 
     def logits(self, token_ids: Any) -> Array:
         """Return the logits of a plain forward pass, float32 [B, T, V], of token ids [B, T].

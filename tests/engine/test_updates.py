@@ -1,7 +1,10 @@
 """Weights that are replaced between two steps of an engine."""
 
+import dataclasses
 import functools
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +102,23 @@ def test_weights_of_other_shapes_and_dtypes_are_refused_by_name():
         with pytest.raises(ValueError, match=words):
             engine.params = params._replace(target=target)
     assert engine.params is params
+
+
+def test_old_weights_leave_the_memory(tmp_path_factory):
+    model = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+    draft = dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
+    config = {"model": draft, "num_speculative_tokens": 2}
+    llm = jspec.LLM(model.with_params(jax.tree.map(jnp.copy, model.params)), config, block_size=8)
+    text, settings = "the quick brown fox", SamplingParams(temperature=0, max_tokens=5)
+    [before] = llm.generate(text, settings)
+    old = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.build.params)]
+    llm.update_params(*jax.tree.map(np.asarray, (model.params, model.params)))
+    del draft, config
+    gc.collect()
+    assert [ref() for ref in old if ref() is not None] == []
+    [after] = llm.generate(text, settings)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(llm.build.params))
 
 
 def test_an_llm_generates_with_new_weights(tmp_path_factory):
