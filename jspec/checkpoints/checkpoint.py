@@ -10,12 +10,13 @@ whole.
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
 from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, mtp_prefixes
@@ -25,6 +26,7 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.util import staging
 from jspec.util.messages import shown
 
+Shardings = Callable[[tuple[str | int, ...]], Sharding]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -82,12 +84,17 @@ def _gguf_config(file: Path) -> dict:
         ) from None
 
 
-def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
+def load_pretrained(
+    path: PathLike, dtype: Any = None, sharding: Shardings | None = None
+) -> tuple[DecoderConfig, DecoderParams, dict]:
     """Load a checkpoint: the decoder's configuration, its weights, and the raw config.json.
 
     Args:
       path: a local directory or a hub id.
       dtype: float32, bfloat16 or float16; None for that of config.json, or else of the file.
+      sharding: returns the sharding of each array by its path in the params, such as
+        ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are read,
+        and converted one at a time. None for all on one device.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
@@ -102,13 +109,19 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():
         ignored.add(HEAD)
-        if not np.array_equal(tensors[HEAD], tensors[EMBEDDING]):
+        if not _are_equal(tensors[HEAD], tensors[EMBEDDING]):
             wrong = (f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true",)
     model_files.check_fit(directory, entries, tensors, ignored, wrong)
     stored = tensors[EMBEDDING].dtype
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
-    arrays = [entry.read(tensors, dtype) for entry in entries]
+    arrays = [entry.read(tensors, dtype, sharding and sharding(entry.path)) for entry in entries]
     return model_files.with_precision(config, dtype), assemble(config, entries, arrays), raw
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
+    """Return whether two matrices are equal, a few rows at a time."""
+    starts = range(0, max(len(one), len(other)), rows)
+    return all(np.array_equal(one[i : i + rows], other[i : i + rows]) for i in starts)
 
 
 def _gguf_tensors(file: Path, raw: dict, entries: tuple[Entry, ...]) -> Mapping[str, Any]:

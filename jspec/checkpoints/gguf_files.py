@@ -25,7 +25,7 @@ _QUANT_ON_HUB = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*):([A-Za-z0-9_]+)")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """One tensor of a file; its rows are dequantised when they are indexed.
+    """One tensor of a file; its numbers are dequantised when they are indexed.
 
     Attributes:
       data: the stored bytes, or floats; rows are on the first axis.
@@ -44,11 +44,20 @@ class GgufTensor:
         """The dtype of rows that are read."""
         return np.dtype(np.float32)
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """Return rows, or columns of them, of which whole blocks of a quantisation are read."""
         import gguf
 
+        rows, *columns = index if isinstance(index, tuple) else (index,)
         stored = self.data[rows if self.order is None else self.order[rows]]
-        return gguf.dequantize(np.ascontiguousarray(stored), self.kind)
+        if not columns:
+            return gguf.dequantize(np.ascontiguousarray(stored), self.kind)
+        begin, end, _ = columns[0].indices(self.shape[-1])
+        block = gguf.GGML_QUANT_SIZES[self.kind][0]
+        unit = stored.shape[-1] * block // self.shape[-1]  # stored numbers of a block
+        first, last = begin // block, -(-end // block)
+        blocks = np.ascontiguousarray(stored[..., first * unit : last * unit])
+        return gguf.dequantize(blocks, self.kind)[..., begin - first * block : end - first * block]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

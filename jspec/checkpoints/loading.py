@@ -88,12 +88,17 @@ def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
     return target.forward(params, tokens, tree, target.init_cache(batch, 0)).logits
 
 
-def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
+def load(
+    model: str | os.PathLike | LoadedModel,
+    dtype: str | None = None,
+    sharding: checkpoint.Shardings | None = None,
+) -> LoadedModel:
     """Load a checkpoint in the Hugging Face layout; return a loaded model as it is.
 
     Args:
       model: a local directory or a hub id.
       dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
+      sharding: as of ``checkpoint.load_pretrained``.
 
     Raises:
       ValueError: it cannot be read.
@@ -101,7 +106,7 @@ def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> Lo
     if isinstance(model, LoadedModel):
         return model
     checkpoint.eos_token_ids(_path(model))  # raises before the weights are read, which takes long
-    return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype)))
+    return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype), sharding))
 
 
 def outline(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:

@@ -4,6 +4,7 @@ Files store each projection separately as [out, in]. jspec stores them as [in, o
 joined in one matrix and gate, up in another.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_array
@@ -21,6 +23,8 @@ from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams, init
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # files of tied models may repeat the embedding under this name
+# The bounds of a part: on each axis the first index, and the one behind the last.
+Bounds = tuple[tuple[int, int], ...]
 HARMLESS = ("rotary_emb.inv_freq",)  # ends of the names of buffers that the config determines
 
 
@@ -47,9 +51,27 @@ class Entry(Tensor):
 
     def join(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
         """Return the array in memory as a C-contiguous copy of the tensors of a file."""
-        out = np.empty(self.shape, self.dtype(dtype))
-        for name, part in zip(self.names, self._parts(out), strict=True):
-            _copy(part, tensors[name])
+        return self.part(tensors, dtype, tuple((0, size) for size in self.shape))
+
+    def part(
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, bounds: Bounds
+    ) -> np.ndarray:
+        """Return a C-contiguous part of the array in memory; nothing else of the file is read."""
+        out = np.empty([end - begin for begin, end in bounds], self.dtype(dtype))
+        matrices, stacked = (range(*bounds[0]), out) if self.stack else ((0,), (out,))
+        axes = bounds[1:] if self.stack else bounds
+        (first, last), *others = axes[::-1] if self.transpose else axes
+        inputs = tuple(slice(*pair) for pair in others)
+        count = len(self.names) // (self.stack or 1)
+        for number, matrix in zip(matrices, stacked, strict=True):
+            stored, begin = matrix.T if self.transpose else matrix, 0
+            for index in range(number * count, (number + 1) * count):
+                end = begin + self.shapes[index][0]
+                low, high = max(first, begin), min(last, end)
+                if low < high:
+                    source = tensors[self.names[index]]
+                    _copy(stored[low - first : high - first], source, low - begin, inputs)
+                begin = end
         return out
 
     def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -68,13 +90,37 @@ class Entry(Tensor):
             parts += np.split(matrix.T if self.transpose else matrix, cuts)
         return parts
 
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array | Weight:
-        """Return the array on the device, laid out as the device multiplies fastest."""
+    def read(
+        self,
+        tensors: Mapping[str, np.ndarray],
+        dtype: np.dtype,
+        sharding: Sharding | None = None,
+    ) -> Array | Weight:
+        """Return the array on the device, laid out as the device multiplies fastest.
+
+        With a ``sharding`` it is on several devices, and a plain array. Each part is read once,
+        and the host holds one part at a time.
+        """
+        if sharding is not None:
+            return self._on_devices(tensors, dtype, sharding)
         is_faster = jax.default_backend() == "cpu" and self.dtype(dtype) == jnp.bfloat16
         if is_faster and self.by_linear:
             stored = dataclasses.replace(self, transpose=False).join(tensors, dtype)
-            return Transposed(jnp.asarray(stored))
-        return jnp.asarray(self.join(tensors, dtype))
+            return Transposed(jax.block_until_ready(jax.device_put(stored)))
+        return jax.block_until_ready(jax.device_put(self.join(tensors, dtype)))
+
+    def _on_devices(
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, sharding: Sharding
+    ) -> Array:
+        devices = collections.defaultdict(list)  # by the part that they hold
+        for device, index in sharding.addressable_devices_indices_map(self.shape).items():
+            pairs = zip(index, self.shape, strict=True)
+            devices[tuple(each.indices(size)[:2] for each, size in pairs)].append(device)
+        arrays = []
+        for bounds, holders in devices.items():
+            part = self.part(tensors, dtype, bounds)
+            arrays += jax.block_until_ready([jax.device_put(part, each) for each in holders])
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, arrays)
 
     def pick(self, params: Any) -> Array | None:
         """Return this entry's array in ``params``, or None."""
@@ -88,13 +134,21 @@ class Entry(Tensor):
         return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)[1:]
 
 
-def _copy(out: np.ndarray, source: np.ndarray, block: int = 64) -> None:
-    """Copy and cast in blocks of rows, which stay in the CPU's caches.
+def _copy(
+    out: np.ndarray,
+    source: np.ndarray,
+    first: int = 0,
+    others: tuple[slice, ...] = (),
+    block: int = 64,
+) -> None:
+    """Copy and cast ``source`` from row ``first`` on, with ``others`` as slices of its other axes.
 
-    One assignment of a transposed matrix is 4 times slower, and with a cast 2 times.
+    Blocks of rows stay in the CPU's caches. One assignment of a transposed matrix is 4 times
+    slower, and with a cast 2 times.
     """
     for row in range(0, len(out), block):
-        out[row : row + block] = source[row : row + block].astype(out.dtype, copy=False)
+        rows = slice(first + row, first + min(row + block, len(out)))
+        out[row : row + block] = source[(rows, *others)].astype(out.dtype, copy=False)
 
 
 def vector(path: tuple[str | int, ...], name: str, size: int) -> Entry:
