@@ -54,8 +54,9 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev  ## the site, in docs/_build
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
-aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write renews the table
+aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write renews the tables
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
+	@$(AOT_VENV)/bin/python -m tests.aot.roofline $(filter --write,$(AOT))
 
 peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers and mistral.rs, for python -m benchmarks.real_model
 

@@ -5,16 +5,12 @@ crashes or hangs must not end the run. Exits with 1 if a program has become wors
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
 
 import jax
 
 from tests.aot import table
-from tests.aot.devices import DEVICES, ENVIRONMENT
+from tests.aot.devices import DEVICES, lines_of
 
 CHIPS = (1, 4)
 
@@ -42,7 +38,13 @@ def main() -> int:
             target = f"{device} x{chips}"
             before = known["devices"].get(target, {})
             after = rows[target] = dict(before if arguments.only else {})
-            for line in compiled(device, chips, arguments.only, arguments.timeout):
+            for line in lines_of(
+                "tests.aot.worker",
+                device,
+                str(chips),
+                arguments.only,
+                timeout=arguments.timeout,
+            ):
                 problems = judge(line, before, arguments.write or not comparable)
                 show(target, line, problems)
                 failures += [f"{target}: {line['program']} {problem}" for problem in problems]
@@ -52,25 +54,6 @@ def main() -> int:
                 table.save(jax.__version__, rows)
     print(*failures, sep="\n", file=sys.stderr)
     return 1 if failures else 0
-
-
-def compiled(device: str, chips: int, beginning: str, timeout: float) -> Iterator[dict]:
-    """Yield the lines of a worker; the last one reports its death."""
-    command = [sys.executable, "-m", "tests.aot.worker", device, str(chips), beginning]
-    worker = subprocess.Popen(
-        ["timeout", "--kill-after=10", str(timeout), *command],
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in worker.stdout:
-        if line.startswith("{"):
-            yield json.loads(line)
-    messages = worker.stderr.read().strip().splitlines()
-    if status := worker.wait():
-        cause = f"{timeout:g} s was the time limit" if status == 124 else (messages or [""])[-1]
-        yield {"program": "the worker", "error": f"ended with status {status}: {cause}"}
 
 
 def judge(line: dict, before: dict, figures_are_new: bool) -> list[str]:

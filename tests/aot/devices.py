@@ -1,6 +1,11 @@
 """The devices that programs are compiled for, as their compilers describe them."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # By default libtpu searches for a TPU machine, and allows one process only.
@@ -42,3 +47,21 @@ DEVICES = {
     "tpu7x": Device("tpu", "tpu7x:2x2x1"),
     "h200": Device("cuda", "1x1x4"),
 }
+
+
+def lines_of(module: str, *arguments: str, timeout: float) -> Iterator[dict]:
+    """Run a module that compiles, and yield its lines of JSON; the last one reports its death."""
+    worker = subprocess.Popen(
+        ["timeout", "--kill-after=10", str(timeout), sys.executable, "-m", module, *arguments],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in worker.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+    messages = worker.stderr.read().strip().splitlines()
+    if status := worker.wait():
+        cause = f"{timeout:g} s was the time limit" if status == 124 else (messages or [""])[-1]
+        yield {"program": "the worker", "error": f"ended with status {status}: {cause}"}

@@ -26,7 +26,7 @@ _NO_COPY = {
     "async-update",
 }
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _FAST_MEMORY = "S(1)"  # in a TPU's layout: the compiler may hold small arrays there, as a cache
@@ -37,6 +37,7 @@ class Instruction(NamedTuple):
 
     entry: bool  # True for the program itself, False for a loop or branch in it
     inside: str  # name of its computation
+    root: bool  # True for the result of its computation
     name: str
     result: str
     operation: str
@@ -63,7 +64,7 @@ def instructions(text: str) -> Iterator[Instruction]:
         if head := _COMPUTATION.match(line):
             entry, inside = bool(head[1]), head[2]
         elif match := _INSTRUCTION.match(line):
-            yield Instruction(entry, inside, *match.groups())
+            yield Instruction(entry, inside, bool(match[1]), *match.groups()[1:])
 
 
 def cache_copies(

@@ -1,0 +1,244 @@
+"""The cells of the roofline table: launches of large models over pages, as ``LLM`` runs them."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
+
+from jspec.core.types import Params
+from jspec.drafters import Eagle
+from jspec.drafters.none import NoDrafter
+from jspec.engine import pages, slots
+from jspec.engine.loop import init_shared, launch
+from jspec.engine.plan import Plan
+from jspec.engine.profile import Profile, request_of
+from jspec.models import decoder
+from jspec.models.blocks.rope import RopeConfig
+from jspec.models.heads import eagle
+from tests import networks
+from tests.aot.programs import ACCELERATOR, PLATFORMS
+
+MAX_MODEL_LEN = 16384  # Tokens that the table of pages has room for, in each row.
+DRAFT_VOCABULARY = 32000  # as of the published EAGLE-3 heads
+KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+
+
+class Model(NamedTuple):
+    """A model by the sizes of its layers, which are equal but for their windows."""
+
+    num_layers: int
+    sizes: dict[str, Any]
+    window: int | None = None  # The layers without it see all tokens.
+    num_windowed: int = 0  # layers that have it
+
+    def network(self, num_layers: int, *, windowed: bool = False) -> decoder.DecoderConfig:
+        """Return the config of a model of fewer layers, all with the window or none."""
+        windows = (self.window if windowed else None,) * num_layers
+        return networks.build(max_positions=131072, windows=windows, **self.sizes, **ACCELERATOR)
+
+
+_LLAMA = dict(
+    vocab_size=128256,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    rope=RopeConfig(500000.0, "llama3", 8.0, 8192),
+)
+MODELS = {
+    "llama-8b": Model(32, _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_heads=32)),
+    "llama-70b": Model(80, _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_heads=64)),
+    # Gemma 3's norms after attention and MLP read no more memory, and the decoder lacks them.
+    "gemma-27b": Model(
+        62,
+        dict(
+            vocab_size=262208,
+            hidden_size=5376,
+            intermediate_size=21504,
+            num_heads=32,
+            num_kv_heads=16,
+            head_dim=128,
+            qk_norm=True,
+            tie_embeddings=True,
+            norm_eps=1e-6,
+            rope=RopeConfig(1e6, "linear", 8.0),
+        ),
+        window=1024,
+        num_windowed=52,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A launch of a server whose rows all have the same number of committed tokens."""
+
+    device: str
+    model: str
+    batch: int
+    context: int
+    nodes: int  # N; 1 for no drafter, else an EAGLE-3 head and a chain of N - 1
+    sampled: bool = False
+    tp: int = 1
+    attention: str = "xla"  # or "kernel", the Pallas kernel of the device
+    layouts: bool = False  # weights in the layouts of ``LAYOUTS``, not in the default ones
+
+    @property
+    def name(self) -> str:
+        """The key in the table, below the device's."""
+        sampled = "sampled" if self.sampled else "greedy"
+        tokens = f"{self.context // 1024}k"
+        words = (self.model, f"B {self.batch}", tokens, f"N {self.nodes}", sampled, self.attention)
+        tp, laid = [f"TP {self.tp}"] * (self.tp > 1), ["layouts"] * self.layouts
+        return ", ".join((*words, *tp, *laid))
+
+    def num_pages(self, window: int | None = None) -> int:
+        """Return the pages that hold what all rows see, and the null page."""
+        tokens = min(self.context, (window or self.context) + pages.PAGE_SIZE)
+        return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
+
+
+# Order of axes, major first, and tiling of the matrices whose path has a pattern; the first that
+# fits counts. These are the layouts that the compilers choose inside the loop.
+LAYOUTS: dict[str, tuple[tuple[str, tuple[int, int], tuple[tuple[int, int], ...]], ...]] = {
+    "v5e": ((r"\.qkv$", (1, 0), ((8, 128), (2, 1))),),
+    "v6e": ((r"\.qkv$", (1, 0), ((8, 128), (2, 1))),),
+    "tpu7x": (
+        (r"\.qkv$", (1, 0), ((16, 128), (2, 1))),
+        (r"embedding$", (0, 1), ((8, 128), (2, 1))),
+        (r"", (0, 1), ((16, 128), (2, 1))),
+    ),
+}
+
+
+def placing(device: str, target: Any, *, layouts: bool) -> Callable:
+    """Return a function that puts abstract arrays on ``target``, a described device."""
+    sharding = SingleDeviceSharding(target)
+
+    def put(tree: Any, *, weights: bool = False) -> Any:
+        def one(path, leaf):
+            place, name = sharding, jax.tree_util.keystr(path)
+            if weights and layouts and leaf.ndim == 2:
+                for pattern, order, tiling in LAYOUTS.get(device, ()):
+                    if re.search(pattern, name):
+                        place = Format(Layout(order, tiling), sharding)
+                        break
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    return put
+
+
+class Traced(NamedTuple):
+    """A traced launch, and what a round has to read."""
+
+    launch: jax.stages.Traced
+    minimum: int  # bytes: weights once in each pass that needs them, live keys and values once
+    weights: int  # bytes of target and drafter
+    pools: int  # bytes of the pages of all rows
+    weight_shapes: frozenset[tuple[int, ...]]  # matrices on one device
+    cache_shapes: tuple[tuple[int, ...], ...]  # pools
+
+
+def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Plan:
+    """Return the plan of a cell with ``num_layers`` of the target's layers."""
+    attention = KERNELS[platform] if cell.attention == "kernel" else "xla"
+    network = MODELS[cell.model].network(num_layers, windowed=windowed)
+    network = dataclasses.replace(network, attention=attention)
+    target = decoder.Decoder(network)
+    drafter = NoDrafter()
+    if cell.nodes > 1:
+        block = dict(num_layers=1, windows=(), vocab_size=DRAFT_VOCABULARY, tie_embeddings=False)
+        head = eagle.EagleConfig(
+            network=networks.changed(network, **block),
+            generation=3,
+            capture_layers=(0, 1, num_layers - 1),
+            target_hidden_size=network.hidden_size,
+            target_vocab_size=network.vocab_size,
+            separate_head=True,
+        )
+        drafter = Eagle(head, target, cell.nodes - 1)
+    return Plan(target, drafter, packed=True, platform=PLATFORMS[platform])
+
+
+def trace(cell: Cell, platform: str, num_layers: int, put: Callable, *, windowed: bool) -> Traced:
+    """Trace a launch of a cell; ``put`` places abstract arrays, weights apart from others."""
+    plan = plan_of(cell, platform, num_layers, windowed=windowed)
+    params = jax.eval_shape(functools.partial(_params, plan))
+    profile = Profile().numeric() if cell.sampled else Profile().rounded()
+    rows = [None] * cell.batch
+    request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
+    size = slots.buffer_size(plan, MAX_MODEL_LEN)
+    state = slots.allocate.eval_shape(plan, params, cell.batch, size, True)
+    caches = pages.shapes_of(plan, params, pages.PAGE_SIZE)
+    pool = lambda count: jax.eval_shape(lambda: pages.allocate(caches, count, pages.PAGE_SIZE))
+    # A kernel takes a whole pool, and reads the pages that its queries see: it has no others here.
+    hidden = windowed and cell.attention == "kernel"
+    pools = pool(cell.num_pages(MODELS[cell.model].window if hidden else None))
+    table = jax.ShapeDtypeStruct((cell.batch, MAX_MODEL_LEN // pages.PAGE_SIZE), jnp.int32)
+    traced = launch.trace(
+        plan,
+        profile,
+        put(params, weights=True),
+        put(request),
+        put(jax.eval_shape(functools.partial(init_shared, plan))),
+        put(state.replace(pools=pools)),
+        put(jax.ShapeDtypeStruct((), jnp.int32)),
+        put(jax.ShapeDtypeStruct((cell.batch,), bool)),
+        put(table),
+    )
+    matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
+    return Traced(
+        traced,
+        minimum=_minimum(cell, plan, params),
+        weights=_bytes(params),
+        pools=_bytes(pool(cell.num_pages())),
+        weight_shapes=frozenset(leaf.shape for leaf in matrices),
+        cache_shapes=tuple({leaf.shape: None for leaf in jax.tree.leaves(pools)}),
+    )
+
+
+def _params(plan: Plan) -> Params:
+    key, network = jax.random.key(0), plan.target.config
+    target = decoder.init_params(key, network, dtype=jnp.bfloat16)
+    if isinstance(plan.drafter, NoDrafter):
+        return Params(target, None)
+    return Params(target, eagle.init_params(key, plan.drafter.config, dtype=jnp.bfloat16))
+
+
+def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
+    """Return the bytes that a round has to read.
+
+    A step of the drafter needs the output of the one before, so each reads its block and its
+    output matrix. ``fc`` and the embedding's few rows are read once.
+    """
+    target, drafter = params.target, params.drafter
+    network = plan.target.config
+    embedding = 0 if network.tie_embeddings else _bytes(target.embedding)
+    total = _bytes(target) - embedding + sum(map(_live(cell), network.layers))
+    if drafter is not None:
+        fc = _bytes(drafter.fc)
+        step = _bytes(drafter) - fc + sum(map(_live(cell), plan.drafter.config.network.layers))
+        total += fc + plan.max_depth * step
+    return total
+
+
+def _live(cell: Cell) -> Callable[[decoder.Layer], int]:
+    """Return a function: bytes of the keys and values that the queries of a layer see."""
+
+    def live(layer: decoder.Layer) -> int:
+        mixer = layer.mixer
+        tokens = min(cell.context, mixer.window or cell.context)
+        return cell.batch * tokens * 2 * mixer.num_kv_heads * mixer.head_dim * 2
+
+    return live
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,102 @@
+"""Compile the launch of one cell with few layers, and print its figures at the full depth.
+
+``python -m tests.aot.measure '{"device": "v6e", ...}'`` takes the fields of a ``cells.Cell``. The
+figures are linear in the number of layers, so two depths give those of all layers. Compile seconds
+are those of the deeper program. It is a process of its own, because a compiler may crash.
+"""
+
+import json
+import sys
+import time
+
+from jspec.engine.pages import PAGE_SIZE
+from tests.aot import cells, figures, traffic
+from tests.aot.cells import MODELS, Cell
+from tests.aot.devices import DEVICES
+
+DEPTHS = (2, 4)  # layers that are compiled
+
+
+def main(text: str) -> None:
+    """Print ``{"program": ..., "figures": ... | "error": ...}``, and a line for each depth."""
+    cell = Cell(**json.loads(text))
+    line = {"program": cell.name}
+    try:
+        line["figures"] = figures_of(cell)
+    except Exception as error:  # any error of a compiler is a result
+        line["error"] = f"{type(error).__name__}: {error}"[:2000]
+    print(json.dumps(line), flush=True)
+
+
+def figures_of(cell: Cell) -> dict[str, float]:
+    """Return the figures of a cell at the full depth of its model."""
+    model, kinds = MODELS[cell.model], {}
+    for windowed in (False, True)[: 1 + bool(model.num_windowed)]:
+        kinds[windowed] = [compiled(cell, depth, windowed=windowed) for depth in DEPTHS]
+    layers = {False: model.num_layers - model.num_windowed, True: model.num_windowed}
+    full = extrapolated(kinds, layers)
+    return {
+        "ratio": round(full["bytes"] / full["minimum"], 3),
+        "gigabytes": round(full["bytes"] / 1e9, 2),
+        "collectives": round(full["collectives"]),
+        "weight_copies": round(full["weight_copies"] / full["weights"], 3),
+        "cache_copies": round(full["cache_copies"]),
+        "temporaries": round(full["temporaries"] / full["weights"], 3),
+        "memory": round((full["weights"] + full["pools"] + full["temporaries"]) / 1e9, 1),
+        "seconds": round(kinds[False][-1]["seconds"]),  # CPU time of the deeper program
+    }
+
+
+def extrapolated(
+    kinds: dict[bool, list[dict[str, float]]], layers: dict[bool, int]
+) -> dict[str, float]:
+    """Return figures for numbers of ``layers`` by kind, with a window or without.
+
+    ``kinds`` has the figures of programs whose layers are of one kind, at two depths.
+    """
+    (low, high), (least, _) = DEPTHS, kinds[False]
+    figures = {}
+    for name in least:
+        slopes = {
+            kind: (deep[name] - shallow[name]) / (high - low)
+            for kind, (shallow, deep) in kinds.items()
+        }
+        outside = least[name] - low * slopes[False]
+        figures[name] = outside + sum(slope * layers[kind] for kind, slope in slopes.items())
+    return figures
+
+
+def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
+    """Compile a cell with ``depth`` layers, all with the model's window or none."""
+    device = DEVICES[cell.device]
+    put = cells.placing(cell.device, device.describe(1)[0], layouts=cell.layouts)
+    begun = time.process_time()
+    traced = cells.trace(cell, device.platform, depth, put, windowed=windowed)
+    program = traced.launch.lower(lowering_platforms=(device.platform,)).compile()
+    seconds, model = time.process_time() - begun, MODELS[cell.model]
+    sizes = model.sizes
+    caches = traffic.Caches(
+        (sizes["num_kv_heads"], PAGE_SIZE, sizes["head_dim"]),
+        rows=cell.batch,
+        context=cell.context,
+        window=model.window if windowed else None,
+    )
+    read = traffic.read(program.as_text(), caches, traced.weight_shapes)
+    whole = figures.read(program, traced.cache_shapes)
+    result = {
+        "bytes": read.size,
+        "minimum": traced.minimum,
+        "weights": traced.weights,
+        "pools": traced.pools,
+        "collectives": sum(read.collectives.values()),
+        "weight_copies": read.weight_copies,
+        "cache_copies": whole["cache_copies_in_loop"] + whole["cache_copies_once"],
+        "temporaries": whole["temp_bytes"],
+        "seconds": round(seconds, 1),
+    }
+    print(f"  {depth} layers{' with windows' * windowed}: {result}", file=sys.stderr, flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
