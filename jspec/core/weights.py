@@ -48,6 +48,10 @@ class Weight(abc.ABC):
         """Return a matrix of a stack, whose arrays all have the stack on axis 0."""
         return jax.tree.map(lambda x: x[index], self)
 
+    def columns_from(self, first: int) -> "Array | Weight":
+        """Return the output columns [I, O - first] of a matrix."""
+        return self.array()[:, first:]
+
 
 @struct.dataclass
 class Transposed(Weight):
@@ -76,6 +80,10 @@ class Transposed(Weight):
         """See ``linear``."""
         return linear(x, self.stored, transposed=not transposed)
 
+    def columns_from(self, first: int) -> "Transposed":
+        """See ``Weight``."""
+        return Transposed(self.stored[first:])
+
 
 def as_array(weight: Array | Weight) -> Array:
     """Return a weight as a plain array."""
@@ -90,6 +98,11 @@ def as_arrays(params: Any) -> Any:
 def matrix_of(stack: Array | Weight, index: Array) -> Array | Weight:
     """Return matrix ``index``, int32 [], of a stack [E, I, O]."""
     return stack.matrix(index) if isinstance(stack, Weight) else stack[index]
+
+
+def columns_from(weight: Array | Weight, first: int) -> Array | Weight:
+    """Return the output columns [I, O - first] of a weight [I, O], from column ``first`` on."""
+    return weight.columns_from(first) if isinstance(weight, Weight) else weight[:, first:]
 
 
 def linear(x: Array, w: Array | Weight, *, transposed: bool = False) -> Array:

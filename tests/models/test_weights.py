@@ -11,7 +11,7 @@ from flax import struct
 from jspec import ops
 from jspec.core import trees
 from jspec.core.types import Params
-from jspec.core.weights import Transposed, Weight, as_arrays
+from jspec.core.weights import Transposed, Weight, as_arrays, columns_from
 from jspec.engine import functional as host
 from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
@@ -108,6 +108,21 @@ def test_an_engine_generates_with_a_kind_of_weights_that_it_does_not_know():
         engine = Engine(plan, params, num_slots=3, capacity=64, pool=pool)
         texts.append([answer.tokens.tolist() for answer in engine.run(rows)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_alone_are_columns_of_a_weight_of_any_kind(kind):
+    mixer = tiny.TARGET.config.layers[0].mixer
+    params = decoder.init_params(jax.random.key(0), tiny.TARGET.config)
+    params = stored_as(kind, params).layers[0].mixer
+    x, first = jax.random.normal(jax.random.key(1), (2, 5, 32)), mixer.qkv_sizes[0]
+    identity = jnp.ones((2, 5, 1)), jnp.zeros((2, 5, 1))
+    entry = mixer.keys_and_values(params, x, identity, ops.linear)
+    both = (x @ params.qkv.array())[..., first:].reshape(2, 5, 2, mixer.num_kv_heads, -1)
+    for actual, expected in zip((entry.k, entry.v), both.transpose(2, 0, 3, 1, 4), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    stays = isinstance(columns_from(params.qkv, first), Transposed)
+    assert stays == (kind == "transposed")
 
 
 def test_training_gets_the_arrays_of_weights_of_every_kind():

@@ -8,6 +8,7 @@ from flax import struct
 
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
+from jspec.core.weights import columns_from
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import Linear, affine, normal, over_listed, rows_at
 from jspec.models.blocks.block import Mixer, Pass, Rotation
@@ -118,7 +119,7 @@ class Attention(Mixer):
         """Return the cache entry [B, Hkv, T, head_dim] of x [B, T, D], given cosines and sines."""
         queries = self.qkv_sizes[0]
         bias = None if params.qkv_bias is None else params.qkv_bias[queries:]
-        both = affine(x, params.qkv[:, queries:], bias, linear)
+        both = affine(x, columns_from(params.qkv, queries), bias, linear)
         k, v = jnp.split(both.reshape(*x.shape[:-1], -1, self.head_dim), 2, axis=2)
         if self.qk_norm:
             k = self.qk_norm(k, params.k_norm)
