@@ -129,8 +129,7 @@ def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) ->
         opened = tuple(part.speculative for part in parts)
         return _Part(dataclasses.replace(speculative, parts=opened), parts=parts)
     if speculative.needs_head:  # small, so loaded at once
-        limits = target.sizes.max_positions, target.max_model_len
-        config.check_lengths(speculative, *limits)
+        config.check_lengths(speculative, target.sizes.max_positions, target.max_model_len)
         path = speculative.model
         if path is None:  # in the target's own files
             path = target.model.path if isinstance(target.model, LoadedModel) else target.model
@@ -143,11 +142,11 @@ def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) ->
     if speculative.parallel:
         mask = {"mask_token_id": loading.mask_token_id(speculative.model)}
         speculative = dataclasses.replace(speculative, settings={**speculative.settings, **mask})
-    pair = target.tokenizer, loading.tokenizer_if_any(speculative.model)
-    if speculative.translates and not vocabularies.are_same(*pair):
-        sizes = target.sizes.vocab_size, draft.vocab_size
-        return _Part(speculative, draft, vocabulary=vocabularies.share(*pair, *sizes))
-    vocabularies.check_same(target.sizes.vocab_size, draft.vocab_size, *pair)
+    tokenizer, size = loading.tokenizer_if_any(speculative.model), target.sizes.vocab_size
+    if speculative.translates and not vocabularies.are_same(target.tokenizer, tokenizer):
+        shared = vocabularies.share(target.tokenizer, tokenizer, size, draft.vocab_size)
+        return _Part(speculative, draft, vocabulary=shared)
+    vocabularies.check_same(size, draft.vocab_size, target.tokenizer, tokenizer)
     if speculative.translates:  # the vocabularies are the same
         same = {**speculative.settings, "use_heterogeneous_vocab": False}
         speculative = dataclasses.replace(speculative, settings=same)

@@ -61,7 +61,7 @@ class EngineThread:
     # ---------------------------------------------------------------------------------- any thread
 
     def submit(self, together: Sequence[RunningRequest]) -> None:
-        """Queue requests, all or none. They are told once they are accepted, or why not."""
+        """Queue requests, all or none. Each is notified once it is accepted, or refused."""
         self.running |= {running.id: running for running in together}
         self._inbox.put((together, functools.partial(self._begin, together)))
         if self.error is not None:
@@ -84,7 +84,7 @@ class EngineThread:
         self._thread.join(timeout)
 
     def _take_out(self, running: RunningRequest) -> bool:
-        """Forget a request; return whether it was still there."""
+        """Take a request out; return whether it was still there."""
         with self._taking_out:
             is_there = self.running.get(running.id) is running
             if is_there:
@@ -168,7 +168,7 @@ class EngineThread:
             return
         if has_run:
             past, taken = self._round_seconds, (perf_counter() - begin) / rounds
-            taken = min(taken, 2 * past)  # a step that compiled tells nothing
+            taken = min(taken, 2 * past)  # a step that compiled is no measure
             self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 
     def _begin(self, together: Sequence[RunningRequest], waits: bool = True) -> None:

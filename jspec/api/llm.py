@@ -281,7 +281,7 @@ class LLM:
         return self.runtime.get_metrics(self._name)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV cache of past prompts; return True, as vLLM does."""
+        """Drop the KV cache of past prompts; return True, as vLLM does."""
         self.runtime.reset_prefix_cache()
         return True
 

@@ -168,8 +168,12 @@ class Transcript:
             top = zip(scores.top_ids[index, :count], scores.top[index, :count], strict=True)
             for rank, (other, value) in enumerate(top, 1):
                 ranked.setdefault(int(other), (value, rank))
-            entry = lambda id, value, rank: Logprob(float(value), int(rank), self._text_of(id))
-            listed.append({id: entry(id, *score) for id, score in ranked.items()})
+            listed.append(
+                {
+                    id: Logprob(float(value), int(rank), self._text_of(id))
+                    for id, (value, rank) in ranked.items()
+                }
+            )
         return listed
 
     def _read_text(self, answer: Answer) -> bool:

@@ -72,7 +72,7 @@ class GenerationRequest:
 
     @property
     def has_candidates(self) -> bool:
-        """True if more texts are drawn than returned: the best are known at the end alone."""
+        """True if more texts are drawn than returned: the best are chosen at the end."""
         return self.params.num_texts > self.params.n
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class GenerationRequest:
         return list(self.prompt.token_ids)  # once: prompts may be long, and outputs many
 
     def check_streams(self) -> None:
-        """Refuse a request whose texts are known at the end alone."""
+        """Refuse a request whose texts are chosen at the end."""
         if self.has_candidates:
             raise ValueError(
                 f"best_of={self.params.best_of} cannot be streamed: the best texts are "
@@ -92,8 +92,11 @@ class GenerationRequest:
         drawn = list(self.transcripts)
         if len(drawn) > self.params.n:
             # A broken-off text is likelier for being shorter, so it ranks last.
-            value = lambda each: (each.finish_reason != "error", each.cumulative_logprob)
-            drawn = sorted(drawn, key=value, reverse=True)[: self.params.n]
+            drawn.sort(
+                key=lambda each: (each.finish_reason != "error", each.cumulative_logprob),
+                reverse=True,
+            )
+            drawn = drawn[: self.params.n]
         texts = [each.output(index, detailed) for index, each in enumerate(drawn)]
         return RequestOutput(
             request_id=self.id,

@@ -89,7 +89,7 @@ class RunningRequest:
             raise self._error
 
     def _tell(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # its event loop is closed: there is no reader
             self._loop.call_soon_threadsafe(self._has_news.set)
 
 

@@ -264,7 +264,7 @@ class Runtime:
             return self._engine.params
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV cache of past prompts."""
+        """Drop the KV cache of past prompts."""
         with self._line, self._lock, Uninterrupted():
             if self.pool is not None:
                 self.pool.blocks.clear_cache()

@@ -112,8 +112,10 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token id, bias) pairs in order of ids, which may be text, as in JSON."""
     try:
         pairs = list(given.items() if isinstance(given, Mapping) else given or ())
-        is_id = lambda token: isinstance(token, str) or is_whole(token)
-        are_valid = all(is_id(token) and not isinstance(bias, bool) for token, bias in pairs)
+        are_valid = all(
+            (isinstance(token, str) or is_whole(token)) and not isinstance(bias, bool)
+            for token, bias in pairs
+        )
         biases = {int(token): float(bias) for token, bias in pairs}
     except (TypeError, ValueError, OverflowError):
         are_valid, biases = False, {}

@@ -74,7 +74,7 @@ class Chat:
     """A conversation, and the model that continues it.
 
     Attributes:
-      turns: the messages that are not forgotten, without the system's.
+      turns: the messages that still count, without the system's.
     """
 
     def __init__(self, llm: "LLM", params: "SamplingParams", system: str | None, interactive: bool):

@@ -120,7 +120,7 @@ def loaded(model: str | None, args: EngineArgs) -> tuple[Any, str]:
         if args.speculative_config is None:
             args = dataclasses.replace(args, speculative_config=default)
     llm = LLM(model, **vars(args))
-    is_local = Path(model).exists()  # its path is nobody's business
+    is_local = Path(model).exists()  # clients need not see its path
     return llm, Path(model).resolve().name.removesuffix(".gguf") if is_local else str(model)
 
 

@@ -47,9 +47,9 @@ class _JsonRequest(Request):
 
 
 def _from_json(body: bytes) -> Any:
-    """Parse JSON; while a long body becomes objects, nobody looks for cycles among them.
+    """Parse JSON, without garbage collection while a long body becomes objects.
 
-    That takes ten times as long as the parser, and holds the interpreter.
+    That would take ten times as long as the parser, and hold the interpreter.
     """
     is_collecting = gc.isenabled() and len(body) > SHORT_BYTES
     if is_collecting:

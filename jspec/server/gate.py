@@ -34,7 +34,7 @@ class Gate:
 
     Args:
       app: the API.
-      server: tells whether it is draining.
+      server: its requests are refused while it drains.
       api_keys: any of which a client must send; none for no keys.
       max_body_bytes: largest body.
       body_seconds: longest time in which a client may send its body.
@@ -126,7 +126,7 @@ class _Left(Exception):
 
 
 class _Reply:
-    """A ``send`` that adds the request's id, and knows how far the response is."""
+    """A ``send`` that adds the request's id, and records how far the response is."""
 
     def __init__(self, send: Send, id: str):
         self._send, self._id = send, id

@@ -64,8 +64,12 @@ class Observer(Collector):
             name: self._histogram(name, *rest).labels(**self._labels)
             for name, rest in (_SECONDS | self._of_tokens(llm.max_model_len)).items()
         }
-        success = "vllm:request_success", "Requests that ended.", [*self._labels, "finished_reason"]
-        self._success = prometheus_client.Counter(*success, registry=self.registry)
+        self._success = prometheus_client.Counter(
+            "vllm:request_success",
+            "Requests that ended.",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
         self._proposed = self._counter("proposed_draft_tokens", "Drafted tokens before the budget.")
         self._verified = self._counter("verified_draft_tokens", "Drafted tokens that it verified.")
         self._passed = self._counter("passed_nodes", "Nodes in matmuls of the target.")
@@ -151,12 +155,14 @@ class Observer(Collector):
         return family
 
     def _histogram(self, name: str, help: str, buckets: tuple) -> prometheus_client.Histogram:
-        options = dict(buckets=buckets, registry=self.registry)
-        return prometheus_client.Histogram(name, help, list(self._labels), **options)
+        return prometheus_client.Histogram(
+            name, help, list(self._labels), buckets=buckets, registry=self.registry
+        )
 
     def _counter(self, name: str, help: str) -> prometheus_client.Counter:
-        options = dict(registry=self.registry)
-        counter = prometheus_client.Counter(f"jspec:{name}", help, list(self._labels), **options)
+        counter = prometheus_client.Counter(
+            f"jspec:{name}", help, list(self._labels), registry=self.registry
+        )
         return counter.labels(**self._labels)
 
     @staticmethod

@@ -64,13 +64,16 @@ def of_chat(
 
 def of_prompt(scores: Scores) -> list[dict[str, Any] | None]:
     """Return ``prompt_logprobs``, as vLLM has it: by token id."""
-    entry = lambda score: {
-        "logprob": _finite(score.logprob),
-        "rank": score.rank,
-        "decoded_token": score.decoded_token,
-    }
     return [
-        None if each is None else {str(token): entry(score) for token, score in each.items()}
+        each
+        and {
+            str(token): {
+                "logprob": _finite(score.logprob),
+                "rank": score.rank,
+                "decoded_token": score.decoded_token,
+            }
+            for token, score in each.items()
+        }
         for each in scores
     ]
 

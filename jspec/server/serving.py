@@ -124,8 +124,9 @@ class Server:
         arrival = time.perf_counter()
         with refusals():
             limits.SCORES.check(self._num_scores(prompts, params))
-            given = salted, params, names
-            running = await self.served.submit_all(*given, priority=fields.priority or 0)
+            running = await self.served.submit_all(
+                salted, params, names, priority=fields.priority or 0
+            )
         return Batch(self, running, arrival)
 
     def _num_scores(

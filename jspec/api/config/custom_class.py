@@ -83,14 +83,17 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"speculative_config: {drafter.__name__} takes no {shown(name)}; it takes "
                 f"{', '.join(map(repr, takes)) or 'no settings'}{did_you_mean(name, takes)}"
             )
-    required = lambda field: field.default is field.default_factory is dataclasses.MISSING
-    missing = [name for name in takes if required(fields[name]) and name not in chosen]
+    missing = [name for name in takes if name not in chosen and _is_required(fields[name])]
     if missing:
         raise ValueError(
             f"speculative_config: {drafter.__name__} needs {', '.join(map(repr, missing))}; give "
             f"{'it' if len(missing) == 1 else 'them'} as keys."
         )
     return chosen
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def build(

@@ -28,7 +28,7 @@ def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
         checking.check_real(key, values[key], listed=key == "synthetic_acceptance_rates")
     given = {name: values[key] for key, name in arguments.items() if values[key] is not None}
     if rule == "synthetic":
-        # The depth of a published tree is not known yet: Plan compares it with the rates.
+        # The depth of a published tree comes later: Plan compares it with the rates.
         depth = values["num_speculative_tokens"] or values["tree_depth"]
         _check_rates(given.get("rates"), given.get("length"), depth)
     made = verify.MAKERS[rule](**given)  # raises where a setting has no default

@@ -124,9 +124,9 @@ class Entry(Tensor):
 
     def pick(self, params: Any) -> Array | None:
         """Return this entry's array in ``params``, or None."""
-        step = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
-        picked = functools.reduce(step, self.path, params)
-        return as_array(picked)
+        for key in self.path:
+            params = params[key] if isinstance(key, int) else getattr(params, key)
+        return as_array(params)
 
     @property
     def label(self) -> str:

@@ -70,6 +70,9 @@ class ReasoningReader:
         size_of = lambda mark: len(tokenizer.encode(mark, add_special_tokens=False)) if mark else 0
         count = len(token_ids)
         if self._end_mark:
-            has_end = lambda size: self._end_mark in tokenizer.decode(token_ids[:size])
-            count = bisect.bisect_left(range(count), True, key=has_end)
+            count = bisect.bisect_left(
+                range(count),
+                True,
+                key=lambda size: self._end_mark in tokenizer.decode(token_ids[:size]),
+            )
         return max(count - size_of(self._begin_mark) - size_of(self._end_mark), 0)

@@ -83,5 +83,10 @@ def _rounds(axes, rows: list[dict[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("a round, ms")
     if rows:  # above the bars, so that it hides none
-        above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(PARTS)}
-        axes.legend(fontsize="small", frameon=False, **above)
+        axes.legend(
+            fontsize="small",
+            frameon=False,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(PARTS),
+        )

@@ -39,9 +39,14 @@ def measure(run: Ours) -> dict[str, Any]:
     """
     case, plan, params = run.case, run.llm.build.plan, run.llm.build.params
     requests = [each for part in run.requests.values() for each in part][: case.batch_size]
-    same = {"temperature": case.temperature, "stream": 0}
     rows = [
-        SequenceParams(each.token_ids, case.max_tokens, seed=case.seed + index, **same)
+        SequenceParams(
+            each.token_ids,
+            case.max_tokens,
+            temperature=case.temperature,
+            seed=case.seed + index,
+            stream=0,
+        )
         for index, each in enumerate(requests)
     ]
     prompts = [{"prompt_token_ids": each.token_ids} for each in requests]
@@ -51,8 +56,7 @@ def measure(run: Ours) -> dict[str, Any]:
     decoding = _best(lambda batch: advance(plan, params, batch), prefilled)
     answers = advance(plan, params, prefilled()).answers
     rounds = max(max(answer.rounds for answer in answers), 1)
-    forget = lambda: run.llm.load_shared(None)
-    call = _best(lambda _: run.llm.generate(prompts, settings), forget)
+    call = _best(lambda _: run.llm.generate(prompts, settings), lambda: run.llm.load_shared(None))
     drafting, target, accepting = _shares(plan, params, prefilled, rounds) * decoding / rounds
     seconds = {
         "prompt": prompt,

@@ -92,9 +92,8 @@ class Peer(Worker):
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, dtype: str = "float32"):
         options = ["--model", str(model), "--dtype", dtype]
-        super().__init__(
-            sys.executable, _SCRIPT, *options, *(("--draft", str(draft)) if draft else ())
-        )
+        options += ["--draft", str(draft)] if draft else []
+        super().__init__(sys.executable, _SCRIPT, *options)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Readers of public question files.
 
-The keys of an object tell its format: Spec-Bench (``turns``, ``category``), HumanEval (``prompt``),
+The keys of an object show its format: Spec-Bench (``turns``, ``category``), HumanEval (``prompt``),
 GSM8K (``question``), ShareGPT (``conversations``), OpenAI's ``messages``, or ``text``. Files hold
 JSON lines or one JSON list, ``.gz`` or not. Any other file is one text.
 """

@@ -140,6 +140,8 @@ def _category(part: dict[str, Any]) -> str:
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    escaped = lambda cell: cell.replace("|", "\\|")
     rule = ["---", *("---:" for _ in heads[1:])]
-    return ["| " + " | ".join(map(escaped, line)) + " |" for line in (heads, rule, *lines)]
+    return [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+        for line in (heads, rule, *lines)
+    ]

@@ -79,8 +79,8 @@ def bench(
         "interrupted": False,
         "rows": [],
     }
-    transformers = lambda target, results: _transformers(model, target, settings, results)
-    with (peers or transformers)(target, results) as field:
+    peers = peers or functools.partial(_transformers, model, settings)
+    with peers(target, results) as field:
         for case in settings.cases:
             table = CaseTable(target, settings, case, requests, field)
             try:
@@ -99,7 +99,7 @@ def bench(
 
 @contextlib.contextmanager
 def _transformers(
-    model: Any, target: LoadedModel, settings: Settings, results: dict
+    model: Any, settings: Settings, target: LoadedModel, results: dict
 ) -> Iterator[PeersOfCase | None]:
     """Yield transformers with the model loaded, or None; ``results["peer"]`` says which."""
     dtype = target.params.embedding.dtype.name

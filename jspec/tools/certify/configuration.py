@@ -90,8 +90,15 @@ def of_model(
         dataclasses.replace(row, prompt=tuple(prompt), stream=index, stop_token_ids=eos)
         for index, prompt in enumerate(_token_ids(build, prompts, max_tokens))
     ]
-    options = {"num_drafts": num_drafts, "name": _namer(build), "progress": progress}
-    findings, remarks = of_plan(build.plan, build.params, rows, engine=engine, **options)
+    findings, remarks = of_plan(
+        build.plan,
+        build.params,
+        rows,
+        num_drafts=num_drafts,
+        engine=engine,
+        name=_namer(build),
+        progress=progress,
+    )
     dtypes = {str(x.dtype) for x in jax.tree.leaves(build.params.target) if x.ndim > 1}
     setting = {
         "model": str(build.model.path),

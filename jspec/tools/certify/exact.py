@@ -152,11 +152,13 @@ def _cases(
         yield f"{name}, drafts that end early", case(*pair, exists=early)
     same = random(2000, DEPTH + 1)
     yield "distributions that agree", case(same, same[:-1])
-    disjoint = (
-        conditionals.context_free([0.3, 0.7, 0], DEPTH + 1),
-        conditionals.context_free([0, 0, 1], DEPTH),
+    yield (
+        "distributions that share no token",
+        case(
+            conditionals.context_free([0.3, 0.7, 0], DEPTH + 1),
+            conditionals.context_free([0, 0, 1], DEPTH),
+        ),
     )
-    yield "distributions that share no token", case(*disjoint)
     narrow = [logits[:, :2] for logits in random(2001, DEPTH)]
     yield "a drafter that knows two tokens of three", case(same, narrow, vocabulary=(0, 2))
 
