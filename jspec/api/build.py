@@ -59,9 +59,6 @@ def build_plan(
     ``check`` makes the memory plan, from shapes where weights are not loaded yet. It is not called
     for a class of the user that makes its own weights.
     """
-    target = loading.outline(model, dtype)
-    sizes = target.config
-    max_model_len = _length_limit(max_model_len, sizes.max_positions)
     if isinstance(tokenizer, str | os.PathLike):
         try:
             tokenizer = checkpoint.load_tokenizer(tokenizer)
@@ -77,22 +74,69 @@ def build_plan(
         )
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
-    draft_dtype = dtype
-    if isinstance(model, LoadedModel) and dtype in (None, "auto"):
-        draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
-    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), draft_dtype)
-    # Raise before weights are loaded.
-    drafted, shapes = _load(part, target, draft_dtype, loading.outline)
-    plan = _plan(drafted, sizes, deterministic, backends)
+    outlined = outline(
+        model,
+        speculative,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        deterministic=deterministic,
+        backends=backends,
+    )
     memory_plan = None
     if check is not None and not speculative.drafter_class:
-        memory_plan = check(plan, Params(target.params, shapes))
+        memory_plan = check(outlined.plan, outlined.params)
     loaded = loading.load(model, dtype)
-    part, weights = _load(part, loaded, draft_dtype, loading.load)
+    part, weights = _load(outlined.part, loaded, outlined.draft_dtype, loading.load)
     plan = _plan(part, loaded.config, deterministic, backends)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
     params = Params(loaded.params, weights)
-    return Build(loaded, tokenizer, max_model_len, plan, params, memory_plan)
+    return Build(loaded, tokenizer, outlined.max_model_len, plan, params, memory_plan)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outline:
+    """A target with its drafter before weights are loaded, but for those of heads.
+
+    Attributes:
+      model: the target, with shapes for weights.
+      max_model_len: longest sequence.
+      plan: static.
+      params: weights of heads and of loaded models, and shapes of others.
+      part: the drafter that fits.
+      draft_dtype: of the drafter; None for the dtype of its checkpoint.
+    """
+
+    model: LoadedModel
+    max_model_len: int
+    plan: Plan
+    params: Params
+    part: "_Part"
+    draft_dtype: str | None
+
+
+def outline(
+    model: str | os.PathLike | LoadedModel,
+    speculative: SpeculativeConfig,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    tokenizer: Any = None,
+    deterministic: bool = False,
+    backends: Backends = Backends(),  # noqa: B008 (frozen)
+) -> Outline:
+    """Return ``build_plan`` before weights are loaded: a config.json of the models is enough."""
+    target = loading.outline(model, dtype)
+    max_model_len = _length_limit(max_model_len, target.config.max_positions)
+    draft_dtype = dtype
+    if isinstance(model, LoadedModel) and dtype in (None, "auto"):
+        draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
+    fitted = _Target(model, target.config, max_model_len, tokenizer)
+    part = _open(speculative, fitted, draft_dtype)
+    drafted, shapes = _load(part, target, draft_dtype, loading.outline)
+    plan = _plan(drafted, target.config, deterministic, backends)
+    params = Params(target.params, shapes)
+    return Outline(target, max_model_len, plan, params, part, draft_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jspec.cli.certify import certify
 from jspec.cli.chat import chat
 from jspec.cli.generate import generate, trace
 from jspec.cli.options import option
+from jspec.cli.plan import plan
 from jspec.cli.run_batch import run_batch
 from jspec.cli.serve import serve
 from jspec.cli.tune import tune
@@ -148,7 +149,9 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
-for command in (chat, generate, models, trace, bench, tune, methods, demo, certify, run_batch):
+for command in (
+    *(chat, generate, models, trace, bench, tune, plan, methods, demo, certify, run_batch),
+):
     app.command()(command)
 # Flags of vLLM that jspec lacks are refused with a reason.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

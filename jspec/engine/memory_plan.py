@@ -118,6 +118,7 @@ def plan_memory(
     max_model_len: int,
     longest: int | None = None,
     tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int = 1,
 ) -> MemoryPlan:
     """Return the memory plan of a model.
 
@@ -132,14 +133,15 @@ def plan_memory(
       max_num_seqs: sequences that run together.
       max_model_len: longest sequence.
       longest: tokens of the longest sequence that must fit; None for one page.
-      tensor_parallel_size: devices that share the model.
+      tensor_parallel_size: devices that share the target.
+      draft_tensor_parallel_size: devices that share the drafter; with 1 it is whole on each.
     """
     share = tensor_parallel_size
-    target, drafter = (_split(tree, share) for tree in (params.target, params.drafter))
-    target += _repeated_heads(plan, params, share)
+    target = _split(params.target, share) + _repeated_heads(plan, params, share)
+    drafter = _split(params.drafter, draft_tensor_parallel_size)
     row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
     size = settings.get("block_size") or PAGE_SIZE
-    page = row_bytes = _cache_bytes(plan, params, size, share)
+    page = row_bytes = _cache_bytes(plan, params, size, share, draft_tensor_parallel_size)
     if reads_pages(plan):
         num_pages = _num_pages(page, settings, device, target + drafter, workspace)
         needed, num_tokens = -(-(longest or 1) // size), num_pages * size
@@ -203,16 +205,22 @@ def _repeated_heads(plan: Plan, params: Params, share: int) -> int:
     return total
 
 
-def _cache_bytes(plan: Plan, params: Params, size: int, share: int) -> int:
-    """Return the bytes of ``size`` tokens in all caches, on each of ``share`` devices."""
+def _cache_bytes(plan: Plan, params: Params, size: int, share: int, draft_share: int) -> int:
+    """Return the bytes of ``size`` tokens in the pages of one device.
+
+    The caches of the target are split among ``share`` devices by heads, the others among
+    ``draft_share``.
+    """
     if not reads_pages(plan):
         return 0
     dtype = dtype_of_pages(params)
     caches = shapes_of(plan, params, size)
-    pools = jax.eval_shape(lambda: allocate(caches, 1, size, dtype))
+    target, *others = jax.eval_shape(lambda: allocate(caches, 1, size, dtype))
+    pairs = [(leaf, share) for leaf in jax.tree.leaves(target)]
+    pairs += [(leaf, draft_share) for leaf in jax.tree.leaves(others)]
     return sum(
-        leaf.size // leaf.shape[1] * -(-leaf.shape[1] // share) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(pools)
+        leaf.size // leaf.shape[1] * -(-leaf.shape[1] // ways) * leaf.dtype.itemsize
+        for leaf, ways in pairs
     )
 
 
