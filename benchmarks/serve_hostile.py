@@ -4,10 +4,10 @@
 
 The server is a process of its own on loopback. Two clients send plain greedy requests all the time,
 and a third asks for /health every 100 ms. What compiles at its first use is used once before.
-Meanwhile the inputs of ``benchmarks.hostile_inputs`` are
-sent one after another. For each the longest wait of a plain request and of /health is reported, the
-resident memory of the server and its children, and the plain texts that were wrong. Then the server
-gets SIGTERM. Every step is bounded in time.
+Meanwhile the inputs of ``benchmarks.hostile_inputs`` are sent one after another. For each the
+longest wait of a plain request and of /health is reported, the resident memory of the server and
+its children, and the plain texts that were wrong. Then the server gets SIGTERM. Every step is
+bounded in time.
 """
 
 import argparse
@@ -20,10 +20,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -229,21 +228,6 @@ def vocab_size(url: str) -> int:
     return int(re.search(r"vocabulary of (\d+)", answer.text)[1])
 
 
-@contextlib.contextmanager
-def server(model: str, length: int) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run ``jspec serve``; yield its address and process, which is killed at the end."""
-    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
-    flags = ["--dtype", "float32", "--port", "0", "--max-num-seqs", "8"]
-    flags += ["--max-model-len", str(length), "--speculative-config", drafts]
-    flags += ["--shutdown-timeout", "10"]
-    command = [sys.executable, "-m", "jspec", "serve", model, *flags]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            yield serve_load.address(process, log), process
-        finally:
-            process.kill()
-
-
 def seconds_to_end(process: subprocess.Popen) -> float | None:
     """Send SIGTERM; return the seconds until the process has ended, None if it did not."""
     begin = time.perf_counter()
@@ -282,7 +266,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
     model = options.model or str(installed.EMBEDDED / "demo" / "target")
-    with server(model, options.max_model_len) as (url, process):
+    length = options.max_model_len
+    with serve_load.server(model, 8, "--shutdown-timeout", "10", length=length) as (url, process):
         for feature in hostile_inputs.features():
             answer = send_all(url, feature, feature.bodies(), _FEATURE_SECONDS)
             print(f"first use of {feature.name}: {answer}", file=sys.stderr, flush=True)

@@ -157,30 +157,26 @@ class Load:
 
 
 @contextlib.contextmanager
-def server(model: str, num_slots: int, *more: str) -> Iterator[tuple[str, int]]:
-    """Run ``jspec serve``, with ``more`` flags; yield its address and process id."""
-    flags = [
-        "--dtype",
-        "float32",
-        "--port",
-        "0",
-        "--max-num-seqs",
-        str(num_slots),
-        "--max-model-len",
-        "512",
-    ]
+def server(
+    model: str, num_slots: int, *more: str, length: int = 512
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run ``jspec serve``, with ``more`` flags; yield its address and process."""
     drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
-    flags += ["--speculative-config", drafts]
+    flags = ["--dtype", "float32", "--port", "0", "--max-num-seqs", str(num_slots)]
+    flags += ["--max-model-len", str(length), "--speculative-config", drafts]
     command = [sys.executable, "-m", "jspec", "serve", model, *flags, *more]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            yield address(process, log), process.pid
+            yield _address(process, log), process
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def address(process: subprocess.Popen, log: IO[str]) -> str:
+def _address(process: subprocess.Popen, log: IO[str]) -> str:
     """Return the address of a server once it answers; raise RuntimeError if it ends."""
     while process.poll() is None:
         log.seek(0)
@@ -283,8 +279,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=_RESULTS / "serve_load.json")
     options = parser.parse_args()
-    with server(options.model or str(installed.EMBEDDED / "demo" / "target"), options.slots) as at:
-        result = asyncio.run(measure(*at, options))
+    model = options.model or str(installed.EMBEDDED / "demo" / "target")
+    with server(model, options.slots) as (url, process):
+        result = asyncio.run(measure(url, process.pid, options))
     table = Table("", "value")
     for name, value in result.items():
         table.add_row(name, str(value))
