@@ -15,7 +15,8 @@ from jax import lax
 from jspec import ops
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.entries import AttentionKV, Entry
-from jspec.core.types import Array, Target, TargetOutput
+from jspec.core.history import root_token
+from jspec.core.types import Array, Draft, Drafter, Target, TargetOutput
 from tests import fakes
 
 VOCAB, SIZE = 12, 8
@@ -94,12 +95,47 @@ class RecurrentTarget(Target):
         return TargetOutput(y @ params["out"], (y,) * len(capture_layers), tuple(new))
 
 
-def init_params(seed: int = 0) -> dict[str, Array]:
+@dataclasses.dataclass(frozen=True)
+class RecurrentDrafter(Drafter):
+    """A draft network without attention, whose memory is a state behind the committed tokens."""
+
+    num_speculative_tokens: int = 3
+    proposal = "deterministic"
+    reads_pages = True
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)
+
+    def init(self, params, request, capacity):
+        batch = request.max_length.shape[0]
+        return kv_cache.empty(batch, [State(jnp.zeros((batch, SIZE)))])
+
+    def prefill(self, params, memory, tokens, features, start, valid):
+        return kv_cache.append_prompt(memory, self._read(params, tokens[:, :-1]), valid)
+
+    def propose(self, params, request, shared, memory, history):
+        h, tokens = memory.layers[0].h, [root_token(history)]
+        for _ in range(self.max_depth):
+            h = DECAY * h + params.drafter["embedding"][tokens[-1]]
+            tokens.append(jnp.argmax(h @ params.drafter["out"], -1).astype(jnp.int32))
+        tokens = jnp.stack(tokens, 1)
+        parents = trees.chain(self.max_depth)
+        valid = jnp.ones(tokens.shape, bool)
+        return Draft(tokens, parents, valid, max_depth=self.max_depth), memory
+
+    def update(self, round):
+        nodes = self._read(round.params, round.draft.tokens)
+        return kv_cache.commit(round.memory, nodes, round.verdict), round.shared
+
+    def _read(self, params, tokens):
+        return (Added(params.drafter["embedding"][tokens][:, None]),)
+
+
+def init_params(seed: int = 0, vocab_size: int = VOCAB) -> dict[str, Array]:
     """Return random weights."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     square = {name: draw(SIZE, SIZE) * SIZE**-0.5 for name in "qkv"}
-    return {"embedding": draw(VOCAB, SIZE), "out": draw(SIZE, VOCAB), **square}
+    return {"embedding": draw(vocab_size, SIZE), "out": draw(SIZE, vocab_size), **square}
 
 
 class Plain:

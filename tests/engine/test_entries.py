@@ -16,10 +16,11 @@ from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from tests import recurrent, tiny
-from tests.recurrent import VOCAB, RecurrentTarget
+from tests.recurrent import VOCAB, RecurrentDrafter, RecurrentTarget
 
 CHAIN = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 TREE = TokenRecycling(VOCAB, 3, tree_size=8)
+NETWORK = RecurrentDrafter(3)  # with the weights of the target, but without its attention
 AMPLE, SCARCE = 200, 46  # pages of 4 tokens
 
 
@@ -39,7 +40,7 @@ def expected(attends):
 
 def engine_of(attends, drafter, num_pages=AMPLE):
     plan = Plan(RecurrentTarget(attends), drafter, "coupled")
-    params = Params(recurrent.init_params())
+    params = Params(recurrent.init_params(), recurrent.init_params())
     pool = num_pages and Pool(plan, params, num_pages=num_pages, page_size=4)
     return Engine(plan, params, num_slots=3, capacity=200, pool=pool or None)
 
@@ -67,6 +68,8 @@ def texts(tickets):
         (True, TREE, AMPLE, False),
         (False, TREE, AMPLE, True),
         (True, CHAIN, 0, False),
+        (True, NETWORK, AMPLE, True),
+        (True, NETWORK, 0, False),
     ],
 )
 def test_a_recurrent_target_has_the_texts_of_its_recurrence(attends, drafter, num_pages, staggered):
@@ -81,10 +84,10 @@ def test_a_recurrent_target_has_the_texts_of_its_recurrence(attends, drafter, nu
     assert len(engine.runner.prefills) > 1 and max(engine.runner.prefills.values()) > 1
 
 
-@pytest.mark.parametrize("attends", [False, True], ids=["state", "state and attention"])
-def test_a_preempted_sequence_gets_its_state_back(attends):
+@pytest.mark.parametrize(("attends", "drafter"), [(False, TREE), (True, TREE), (True, NETWORK)])
+def test_a_preempted_sequence_gets_its_state_back(attends, drafter):
     """Pages run out with attention; a state alone has none, so the test preempts by hand."""
-    engine = engine_of(attends, TREE, SCARCE)
+    engine = engine_of(attends, drafter, SCARCE)
     tickets = [engine.submit(row, rounds=2) for row in sequences()]
     for count in itertools.count():
         engine.step()
@@ -95,6 +98,20 @@ def test_a_preempted_sequence_gets_its_state_back(attends):
             break
     assert sum(ticket.num_preemptions for ticket in tickets) > 1
     assert texts(tickets) == expected(attends)
+
+
+def test_a_recurrent_drafter_of_a_target_with_pages_gives_prefixes_up():
+    plan = Plan(tiny.TARGET, NETWORK, "coupled")
+    params = Params(tiny.params().target, recurrent.init_params(vocab_size=64))
+    rows = [host.SequenceParams(each, max_tokens=12) for each in tiny.prompts()]
+    alone = Engine(plan, params, num_slots=1, capacity=64, pool=None)
+    expected = texts(run(alone, rows))
+    pool = Pool(plan, params, num_pages=80, page_size=4)
+    engine = Engine(plan, params, num_slots=2, capacity=64, pool=pool)
+    assert [texts(run(engine, rows, staggered=True)) for _ in range(2)] == [expected] * 2
+    assert engine.pool.blocks.hits == 0
+    with pytest.raises(ValueError, match="RecurrentDrafter cannot start behind a cached prefix"):
+        memory.pool_if_any(plan, params, settings={}, shares_prefixes=True, num_tokens=64)
 
 
 def test_the_state_behind_prompts_of_several_chunks_has_nothing_of_their_padding():
