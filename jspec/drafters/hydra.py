@@ -33,7 +33,7 @@ class Hydra(FeatureDrafter):
         memory = super().init(params, request, capacity)
         if self.config.network is None:
             return memory
-        cache = decoder.init_cache(self.config.network, len(memory.known), capacity)
+        cache = decoder.init_cache(self.config.network, len(memory.has_hidden), capacity)
         return CachedMemory(cache, memory.hidden[:, None])
 
     def prefill(self, params, memory, tokens, features, start, valid):
@@ -54,7 +54,7 @@ class Hydra(FeatureDrafter):
         return memory.hidden[:, None] if self.config.network is None else memory.hidden
 
     def _ready(self, memory):
-        return memory.known if self.config.network is None else memory.cache.length > 0
+        return memory.has_hidden if self.config.network is None else memory.cache.length > 0
 
     def _commit(self, params, memory, features, count):
         out, entries = network.prefill(

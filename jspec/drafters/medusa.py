@@ -31,4 +31,4 @@ class Medusa(FeatureDrafter):
         logits = network.heads(used, self.config, memory.hidden, self.target, params.target)
         drawing = self.drawing(request, history, params)
         draft = marginals.grow(drawing, self.draft_tree, logits)
-        return self.limit(draft, history, memory.known), memory
+        return self.limit(draft, history, memory.has_hidden), memory

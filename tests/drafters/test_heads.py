@@ -108,7 +108,7 @@ def test_the_memory_of_a_head_equals_that_of_one_pass_over_the_text(method):
     fresh = rounds.recomputed(drafter, params, texts, lengths)
     np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
     if method == "medusa":
-        assert state.memory.known[:3].all()
+        assert state.memory.has_hidden[:3].all()
     else:
         rounds.assert_same_rows(state.memory.cache, fresh.cache, lengths - 1)
 
@@ -125,7 +125,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
     parts = host.start(plan, params, rows).state.memory
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)
     if method == "medusa":
-        assert whole.known.tolist() == parts.known.tolist() == [False, True, True, True]
+        assert whole.has_hidden.tolist() == parts.has_hidden.tolist() == [False, True, True, True]
         return
     rounds.assert_same_rows(parts.cache, whole.cache, [0, 16, 39, 32], atol=1e-5)
 

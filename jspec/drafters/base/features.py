@@ -17,7 +17,7 @@ class FeatureMemory:
     """The target's hidden state at the position before the root."""
 
     hidden: Array  # [B, D]
-    known: Array  # [B] bool: False until there is one
+    has_hidden: Array  # [B] bool: False until the target has computed one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FeatureDrafter(TreeDrafter):
         return self._advance(params, state, drafted, depth)
 
     def _ready(self, memory):
-        return memory.known
+        return memory.has_hidden
 
     def _check_depth(self):
         super()._check_depth()
@@ -69,4 +69,4 @@ class FeatureDrafter(TreeDrafter):
 def _keep_last(memory: FeatureMemory, features: Array, row: Array, ran: Array) -> FeatureMemory:
     """Replace the hidden state by row ``row`` [B, 1] of the features in rows that ``ran`` [B]."""
     hidden = rows_at(features, row)[:, 0].astype(memory.hidden.dtype)
-    return FeatureMemory(jnp.where(ran[:, None], hidden, memory.hidden), memory.known | ran)
+    return FeatureMemory(jnp.where(ran[:, None], hidden, memory.hidden), memory.has_hidden | ran)
