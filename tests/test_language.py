@@ -180,7 +180,6 @@ CEILINGS: dict[str, dict[str, int]] = {
         "tests": 7,
     },
     "long parts": {
-        "kernels": 1,
         "tests": 9,
     },
 }

@@ -13,6 +13,8 @@ whose number the program reads from the table.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,100 +203,49 @@ def _kernel(*refs, blocks, window, soft_cap, has_pages):
     head, row = lax.axis_index("head"), lax.axis_index("row")
     split, begin_row = lax.axis_index("split"), lax.axis_index("tile") * TILE_ROWS
     rows, written = pl.ds(begin_row, TILE_ROWS), min(TILE_ROWS, out.shape[3])
-    slots, stages, dim = blocks.slots, blocks.stages, q.shape[-1]
-    wgmma, by_wgmma_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    num_tree = jnp.where(split == 0, tree_k.shape[2] // slots, 0)
+    num_tree = jnp.where(split == 0, tree_k.shape[2] // blocks.slots, 0)
     begin = split * share[row]
-    num_blocks = num_tree + jnp.clip(count[row] - begin, 0, share[row])
-    page = cache_k.shape[2]
-    last_start = (page if table is None else page * table.shape[1]) - slots
-
-    def begin_of(index):  # first slot of this split's cache block number ``index``
-        return (first[row] + begin + index - num_tree) * slots
-
-    def fetch(index):
-        slot = lax.rem(index, jnp.int32(stages))
-
-        def copy(k, v, row, start):
-            source = (row, head, pl.ds(start, slots))
-            plgpu.copy_gmem_to_smem(k.at[source], k_s.at[slot], k_ready.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[source], v_s.at[slot], v_ready.at[slot])
-
-        @pl.when(index < num_tree)
-        def _():
-            copy(tree_k, tree_v, row, index * slots)
-
-        @pl.when((index >= num_tree) & (index < num_blocks))
-        def _():
-            start = jnp.minimum(begin_of(index), last_start)
-            if table is None:
-                copy(cache_k, cache_v, row, start)
-            else:
-                copy(cache_k, cache_v, table[row, lax.div(start, page)], lax.rem(start, page))
-
-    def load_row(ref, word):
-        part = ref.at[row, word, rows]
-        return plgpu.load(part, layout=by_wgmma_row, optimized=False, **NO_INDEX)
-
-    def spread(vector, width):
-        return lax.broadcast_in_dim(vector, (TILE_ROWS, width), [0])
-
-    def block(index, carry, seen_of):
-        mixed, peak, total = carry
-        slot = lax.rem(index, jnp.int32(stages))
-        fetch(index + stages - 1)  # into the stage that the previous turn has read
-        plgpu.barrier_wait(k_ready.at[slot])
-        scores = _wgmma((TILE_ROWS, slots), q_s, k_s.at[slot].transpose((1, 0)))
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen_of(index), scores * LOG2_E, MASKED)
-        new_peak = jnp.maximum(peak, scores.max(axis=1))
-        weights = jnp.exp2(scores - spread(new_peak, slots))
-        decay = jnp.exp2(peak - new_peak)
-        total = decay * total + weights.sum(axis=1)
-        weights = weights.astype(q_s.dtype)
-        if weights_s:
-            weights_s[0][...] = weights
-            plgpu.commit_smem()
-            weights = weights_s[0]
-        plgpu.barrier_wait(v_ready.at[slot])
-        values = _wgmma((TILE_ROWS, dim), weights, v_s.at[slot])
-        return mixed * spread(decay, dim) + values, new_peak, total
-
-    def column():
-        return plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, slots), 1, layout=wgmma)
-
-    def sees_key(index):
-        key, per_block = column(), slots // WORD
-        word = spread(load_row(words, index * per_block), slots)
-        for other in range(1, per_block):
-            later = spread(load_row(words, index * per_block + other), slots)
-            word = jnp.where(key >= other * WORD, later, word)
-        return lax.shift_right_logical(word, key & (WORD - 1)) & 1 > 0
-
-    def sees_slot(index):
-        start = begin_of(index)
-        slot = jnp.minimum(start, last_start) + column()
-        seen = (slot >= start) & (slot < length[row])
-        if window is None:
-            return seen
-        return seen & (slot > spread(load_row(positions, 0), slots) - window)
-
-    plgpu.copy_gmem_to_smem(q.at[row, head, rows], q_s, q_ready)
-    for index in range(stages - 1):
-        fetch(jnp.int32(index))
-    plgpu.barrier_wait(q_ready)
-    carry = (
-        plgpu.layout_cast(jnp.zeros((TILE_ROWS, dim), jnp.float32), wgmma),
-        plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), by_wgmma_row),
-        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_wgmma_row),
+    stream = _Stream(
+        blocks=blocks,
+        head=head,
+        row=row,
+        num_tree=num_tree,
+        num_blocks=num_tree + jnp.clip(count[row] - begin, 0, share[row]),
+        first=first,
+        begin=begin,
+        tree=(tree_k, tree_v),
+        cache=(cache_k, cache_v),
+        table=table,
+        staged=(k_s, v_s),
+        ready=(k_ready, v_ready),
     )
-    carry = lax.fori_loop(0, num_tree, lambda i, carry: block(i, carry, sees_key), carry)
+    sight = _Sight(
+        stream=stream,
+        rows=rows,
+        words=words,
+        length=length,
+        positions=positions,
+        window=window,
+    )
+    plgpu.copy_gmem_to_smem(q.at[row, head, rows], q_s, q_ready)
+    for index in range(blocks.stages - 1):
+        stream.fetch(jnp.int32(index))
+    plgpu.barrier_wait(q_ready)
+    block = functools.partial(_block, stream, q_s, weights_s, soft_cap)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.zeros(q_s.shape, jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_row),
+    )
+    carry = lax.fori_loop(
+        0, num_tree, lambda index, carry: block(index, carry, sight.of_nodes), carry
+    )
     mixed, peak, total = lax.fori_loop(
-        num_tree, num_blocks, lambda i, carry: block(i, carry, sees_slot), carry
+        num_tree, stream.num_blocks, lambda index, carry: block(index, carry, sight.of_slots), carry
     )
     divisor = jnp.where(total > 0, total, 1.0)
-    out_s[...] = mixed / spread(divisor, dim)
+    out_s[...] = mixed / _spread(divisor, q_s.shape[-1])
     log_s[...] = jnp.where(total > 0, peak / LOG2_E + jnp.log(divisor), MASKED)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
@@ -302,6 +253,137 @@ def _kernel(*refs, blocks, window, soft_cap, has_pages):
     )
     plgpu.copy_smem_to_gmem(log_s, log_total.at[row, head, split, rows])
     plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """The blocks of keys and values of one split, copied into stages ahead of their use."""
+
+    blocks: Blocks
+    head: Array
+    row: Array
+    num_tree: Array  # Blocks of nodes, which come first.
+    num_blocks: Array
+    first: Any  # Each row's first block of the cache that is read.
+    begin: Array  # The split's first block, counted from there.
+    tree: tuple[Any, Any]
+    cache: tuple[Any, Any]
+    table: Any  # None for caches without pages.
+    staged: tuple[Any, Any]
+    ready: tuple[Any, Any]  # Barriers of the stages.
+
+    @property
+    def last_start(self) -> int:
+        """The first slot of the last block, which is pulled back inside the cache."""
+        page = self.cache[0].shape[2]
+        return (page if self.table is None else page * self.table.shape[1]) - self.blocks.slots
+
+    def begin_of(self, index: Array) -> Array:
+        """Return the first slot of block ``index``, one of the cache."""
+        return (self.first[self.row] + self.begin + index - self.num_tree) * self.blocks.slots
+
+    def stage_of(self, index: Array) -> Array:
+        """Return the stage of block ``index``."""
+        return lax.rem(index, jnp.int32(self.blocks.stages))
+
+    def fetch(self, index: Array) -> None:
+        """Begin to copy block ``index``, if there is one."""
+        stage = self.stage_of(index)
+
+        @pl.when(index < self.num_tree)
+        def _():
+            self._copy(self.tree, stage, self.row, index * self.blocks.slots)
+
+        @pl.when((index >= self.num_tree) & (index < self.num_blocks))
+        def _():
+            start, page = jnp.minimum(self.begin_of(index), self.last_start), self.cache[0].shape[2]
+            if self.table is None:
+                self._copy(self.cache, stage, self.row, start)
+            else:
+                owner = self.table[self.row, lax.div(start, page)]
+                self._copy(self.cache, stage, owner, lax.rem(start, page))
+
+    def _copy(self, arrays: tuple[Any, Any], stage: Array, row: Array, start: Array) -> None:
+        source = (row, self.head, pl.ds(start, self.blocks.slots))
+        for array, staged, ready in zip(arrays, self.staged, self.ready, strict=True):
+            plgpu.copy_gmem_to_smem(array.at[source], staged.at[stage], ready.at[stage])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sight:
+    """The keys of a block that each row of the tile sees."""
+
+    stream: _Stream
+    rows: Any
+    words: Any
+    length: Any
+    positions: Any
+    window: int | None
+
+    def of_nodes(self, index: Array) -> Array:
+        """Return the visible nodes of block ``index``, by the bits of their words."""
+        slots = self.stream.blocks.slots
+        key, per_block = self._column(), slots // WORD
+        word = _spread(self._load_row(self.words, index * per_block), slots)
+        for other in range(1, per_block):
+            later = _spread(self._load_row(self.words, index * per_block + other), slots)
+            word = jnp.where(key >= other * WORD, later, word)
+        return lax.shift_right_logical(word, key & (WORD - 1)) & 1 > 0
+
+    def of_slots(self, index: Array) -> Array:
+        """Return the visible slots of block ``index`` of the cache."""
+        start = self.stream.begin_of(index)
+        slot = jnp.minimum(start, self.stream.last_start) + self._column()
+        seen = (slot >= start) & (slot < self.length[self.stream.row])
+        if self.window is None:
+            return seen
+        position = _spread(self._load_row(self.positions, 0), self.stream.blocks.slots)
+        return seen & (slot > position - self.window)
+
+    def _column(self) -> Array:
+        shape = (TILE_ROWS, self.stream.blocks.slots)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def _load_row(self, ref: Any, word: Array | int) -> Array:
+        part, by_row = ref.at[self.stream.row, word, self.rows], plgpu.Layout.WGMMA.reduce(1)
+        return plgpu.load(part, layout=by_row, optimized=False, **NO_INDEX)
+
+
+def _block(
+    stream: _Stream,
+    q_s: Any,
+    weights_s: Sequence[Any],
+    soft_cap: float | None,
+    index: Array,
+    carry: tuple[Array, Array, Array],
+    seen_of: Callable[[Array], Array],
+) -> tuple[Array, Array, Array]:
+    """Add block ``index`` to the running softmax (mixed values, peak, total) of the tile."""
+    mixed, peak, total = carry
+    slots, stage = stream.blocks.slots, stream.stage_of(index)
+    (k_s, v_s), (k_ready, v_ready) = stream.staged, stream.ready
+    stream.fetch(index + stream.blocks.stages - 1)  # into the stage that was read a turn ago
+    plgpu.barrier_wait(k_ready.at[stage])
+    scores = _wgmma((TILE_ROWS, slots), q_s, k_s.at[stage].transpose((1, 0)))
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen_of(index), scores * LOG2_E, MASKED)
+    new_peak = jnp.maximum(peak, scores.max(axis=1))
+    weights = jnp.exp2(scores - _spread(new_peak, slots))
+    decay = jnp.exp2(peak - new_peak)
+    total = decay * total + weights.sum(axis=1)
+    weights = weights.astype(q_s.dtype)
+    if weights_s:
+        weights_s[0][...] = weights
+        plgpu.commit_smem()
+        weights = weights_s[0]
+    plgpu.barrier_wait(v_ready.at[stage])
+    values = _wgmma(q_s.shape, weights, v_s.at[stage])
+    return mixed * _spread(decay, q_s.shape[-1]) + values, new_peak, total
+
+
+def _spread(vector: Array, width: int) -> Array:
+    return lax.broadcast_in_dim(vector, (TILE_ROWS, width), [0])
 
 
 def _wgmma(shape: tuple[int, int], a, b) -> Array:
