@@ -20,7 +20,7 @@ from tests.recurrent import VOCAB, RecurrentDrafter, RecurrentTarget
 
 CHAIN = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 TREE = TokenRecycling(VOCAB, 3, tree_size=8)
-NETWORK = RecurrentDrafter(3)  # with the weights of the target, but without its attention
+NETWORK = RecurrentDrafter(3)  # Its weights are the target's, without attention.
 AMPLE, SCARCE = 200, 46  # pages of 4 tokens
 
 
