@@ -18,7 +18,9 @@ from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from tests import networks
 from training import export
 
-SIZES = networks.small(vocab_size=60, num_layers=6, max_positions=128)
+SIZES = networks.small(
+    vocab_size=60, num_layers=6, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=128
+)
 
 
 @pytest.fixture(scope="module")
