@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -32,6 +33,10 @@ _SETTINGS = {
 # `make test-more` runs these, and `make test` the others. A person waits for those.
 _MORE = (
     "aot",
+    "api/test_backends.py",
+    "api/test_llm_heads.py",
+    "api/test_llm_hybrid.py",
+    "api/test_llm_mtp.py",
     "benchmarks",
     "drafters",
     "engine/test_captured.py",
@@ -42,15 +47,25 @@ _MORE = (
     "grammar/test_followed.py",
     "hostile",
     "kernels",
+    "models/test_dflash.py",
+    "models/test_heads.py",
+    "models/test_heads_speculators.py",
+    "models/test_mtp.py",
     "models/test_weights.py",
     "test_conformance.py",
+    "test_deeper_target.py",
     "test_documentation.py",
     "test_examples.py",
     "test_notebooks.py",
+    "test_packaging.py",
     "test_reproducibility.py",
     "tools",
     "training",
 )
+
+# On busy cores an example may take long.
+hypothesis.settings.register_profile("jspec", deadline=None)
+hypothesis.settings.load_profile("jspec")
 
 _MAPPINGS = 40_000  # memory mappings; Linux allows a process 65,530
 _MAPS = Path("/proc/self/maps")
@@ -77,12 +92,32 @@ def programs_stay():
     program_memory.MOST_BYTES = 1 << 40
 
 
-def pytest_collection_modifyitems(config, items):
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Return the folder of the checkpoints that tests share (``tests/llm_fixtures.py``)."""
+    return tmp_path_factory.getbasetemp() / "llm"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no file whose tests ``make test`` or ``make test-more`` leave out."""
+    expression, is_file = config.option.markexpr, collection_path.is_file()
+    if "not more" in expression and _is_more(collection_path):
+        return True
+    if expression.startswith("more") and is_file and not _is_more(collection_path):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(items):
     """Mark what ``make test-more`` runs."""
-    folders = [config.rootpath / "tests" / name for name in _MORE]
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in folders):
+        if _is_more(item.path):
             item.add_marker("more")
+
+
+def _is_more(path: Path) -> bool:
+    """Return whether ``make test-more`` runs the tests below a path."""
+    return any(path.is_relative_to(Path(__file__).parent / name) for name in _MORE)
 
 
 def pytest_collection_finish():

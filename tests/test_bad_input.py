@@ -22,11 +22,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
-@pytest.fixture(scope="module")
 def paths(root):
     return llm_fixtures.checkpoints(root)
 

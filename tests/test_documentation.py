@@ -111,8 +111,8 @@ def with_a_template(directory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with live.running(live.llm(tmp_path_factory.getbasetemp() / "llm")) as server:
+def server(root):
+    with live.running(live.llm(root)) as server:
         yield server
 
 

@@ -23,8 +23,7 @@ MODELS = {"batch_generation": ("target", "draft"), "tree_drafting": ("target", "
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs_and_prints_its_result(path, capsys, monkeypatch, tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "llm"
+def test_the_example_runs_and_prints_its_result(path, capsys, monkeypatch, root):
     folders = llm_fixtures.checkpoints(root) | {"eagle3": root / "eagle3"}
     llm_fixtures.write_eagle3_head(folders["eagle3"])
     models = [str(folders[name]) for name in MODELS.get(path.stem, ())]

@@ -167,7 +167,7 @@ def smaller_values(script, root):
         ),
     ],
 )
-def test_every_notebook_runs(script, is_small, monkeypatch, capsys, tmp_path, tmp_path_factory):
+def test_every_notebook_runs(script, is_small, monkeypatch, capsys, tmp_path, root):
     matplotlib.use("Agg")
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.close("all")))
@@ -178,7 +178,6 @@ def test_every_notebook_runs(script, is_small, monkeypatch, capsys, tmp_path, tm
     # As in a kernel, classes of the notebook can be imported from a module.
     module = types.ModuleType(f"notebook_{script.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    root = tmp_path_factory.getbasetemp() / "llm"
     smaller = smaller_values(script, root) if is_small else {}
     for cell in jupytext.read(script).cells:
         if cell.cell_type == "code":

@@ -16,8 +16,8 @@ STRICT = {
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_a_text_does_not_depend_on_how_strict_jax_is(tmp_path_factory, method):
-    models = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")
+def test_a_text_does_not_depend_on_how_strict_jax_is(root, method):
+    models = llm_fixtures.loaded(root)
     drafts = {"model": models["draft"], "num_speculative_tokens": 3}
     llm = jspec.LLM(models["target"], None if method == "none" else drafts)
     params = [

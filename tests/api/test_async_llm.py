@@ -24,8 +24,7 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "llm"
+def llm(root):
     target = llm_fixtures.loaded(root)["target"]
     return jspec.LLM(target, CONFIG, max_num_seqs=3, max_model_len=96)
 

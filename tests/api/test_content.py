@@ -15,10 +15,10 @@ READS_BOTH = (
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def llm(root):
     from tests.server import live
 
-    return live.llm(tmp_path_factory.getbasetemp() / "llm")
+    return live.llm(root)
 
 
 SETS = "{% set c = messages[0].content %}{% for p in c %}{{ p.text }}{% endfor %}"

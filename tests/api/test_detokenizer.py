@@ -66,13 +66,13 @@ def test_special_tokens_are_left_out_on_request():
     assert "".join(pieces([97, 256, 98], skip_special_tokens=False)) == "a<s>b"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([*"aé🙂".encode(), 32, 10]), max_size=20))
 def test_pieces_join_to_the_decoding_of_the_whole(ids):
     assert "".join(pieces(ids)) == bytes(ids).decode("utf-8", errors="replace")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(
@@ -150,7 +150,7 @@ def test_byte_tokens_wait_for_the_end_of_their_run(byte_tokens):
     assert pieces == [" the", " fox", "s", "", "", "", "", "🙂 fox"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from([*"日🙂a".encode(), 0xFF]), max_size=9),
     st.lists(st.one_of(st.integers(-3, -1), st.sampled_from([*"日🙂a".encode()])), max_size=14),
@@ -204,7 +204,7 @@ def cut(data, whole):
     return [whole[begin:end] for begin, end in itertools.pairwise(sorted(ends))]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(words, some_stops, st.data())
 def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, data):
     watched, known = text.StopStrings(stops), ""
@@ -219,7 +219,7 @@ def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, dat
     assert first_stop(whole, stops) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(words, words, some_stops)
 def test_a_stop_string_counts_only_if_it_ends_where_the_text_may_end(early, late, stops):
     watched = text.StopStrings(stops)
@@ -235,7 +235,7 @@ def test_a_stop_string_counts_only_if_it_ends_where_the_text_may_end(early, late
     assert match == (expected and (expected[0], expected[2]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(words, some_stops)
 def test_text_shown_early_is_never_taken_back(whole, stops):
     shown, watched = "", text.StopStrings(stops)

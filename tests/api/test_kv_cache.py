@@ -16,8 +16,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    return llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")
+def both(root):
+    return llm_fixtures.loaded(root)
 
 
 def texts(outputs):

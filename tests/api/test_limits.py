@@ -16,8 +16,8 @@ SERVING = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return live.llm(tmp_path_factory.getbasetemp() / "llm")
+def llm(root):
+    return live.llm(root)
 
 
 @pytest.mark.parametrize("limit", limits.TABLE, ids=lambda limit: f"{limit.field} {limit.unit}")

@@ -32,12 +32,6 @@ METHODS = ("none", "ngram", "draft_model", "coupled")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder of the checkpoints."""
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
-@pytest.fixture(scope="module")
 def open_llm(root):
     return lambda method: llm_fixtures.llm(root, method)
 

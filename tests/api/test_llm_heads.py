@@ -47,12 +47,6 @@ PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder of the checkpoints."""
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 @functools.cache
 def head(root, kind):
     """The directory of a random head; the EAGLE head brings a copy of the target's embedding."""

@@ -15,12 +15,6 @@ SUFFIX = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder of the checkpoints."""
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 def hybrid(root, *parts, **more):
     config = {"method": "hybrid", "parts": list(parts)} | more
     return jspec.LLM(llm_fixtures.loaded(root)["target"], config)

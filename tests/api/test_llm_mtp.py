@@ -22,12 +22,6 @@ PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder of the checkpoints."""
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 @functools.cache
 def modules(seed=3):
     shapes = jax.eval_shape(lambda: mtp.init_params(jax.random.key(0), CONFIG))

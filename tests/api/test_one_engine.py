@@ -35,8 +35,8 @@ THREADS = []
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+def target(root):
+    return llm_fixtures.loaded(root)["target"]
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from tests.server import live
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(root):
     chosen = ("100,000 stop strings", "8 clients leave a stream")
-    llm = live.llm(tmp_path_factory.getbasetemp() / "llm")
+    llm = live.llm(root)
     with live.running(llm) as server:
         size = serve_hostile.vocab_size(server.url)
         assert size == llm.build.plan.target.vocab_size

@@ -30,8 +30,8 @@ _READY = re.compile(r"tiny at (http\S+) \(Ctrl-C ends\) \([\d.]+ s\)")
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "llm")["target"]
+def target(root):
+    return llm_fixtures.checkpoints(root)["target"]
 
 
 def complaint(monkeypatch, capsys, *arguments):

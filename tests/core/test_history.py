@@ -56,7 +56,7 @@ def as_arrays(cases):
     return request, history, draft, verdict
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(rounds(), min_size=4, max_size=4))
 def test_nothing_is_emitted_past_a_stop_token_or_a_limit(cases):
     history, verdict, finished = extend_history(*as_arrays(cases))

@@ -24,11 +24,6 @@ ASKED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 def full_pass(root, ids):
     """Logits of a text in one pass, without cache, draft or loop."""
     return np.asarray(llm_fixtures.loaded(root)["target"].logits([ids])[0], np.float64)

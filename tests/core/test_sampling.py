@@ -124,7 +124,7 @@ def test_a_tiny_top_p_keeps_one_token_and_a_large_top_k_keeps_all():
 VALUES = st.sampled_from([-np.inf, -2.5, -1.0, -1e-37, -0.0, 0.0, 1e-37, 0.5, 0.75, 3.0, 80.0])
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(st.lists(VALUES, min_size=24, max_size=24), st.integers(0, 14), st.floats(1e-37, 1.0))
 def test_thresholds_without_sorting_are_those_of_sorted_logits(values, top_k, top_p):
     logits = np.array(values, np.float32).reshape(2, 12)
@@ -328,7 +328,7 @@ def test_draws_of_other_purposes_and_ranks_are_independent():
         assert scipy.stats.chisquare(counts).pvalue > 1e-4
 
 
-@hypothesis_settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=20, derandomize=True)
 @given(
     st.lists(st.floats(-80, 80) | st.just(-np.inf), min_size=70, max_size=70),
     st.floats(0, 1, exclude_max=True, width=32),

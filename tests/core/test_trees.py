@@ -24,7 +24,7 @@ def ancestors_by_walking(parents):
     return np.array(rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(random_parents())
 def test_ancestor_sets_equal_a_walk_to_the_root(parents):
     expected = ancestors_by_walking(parents)

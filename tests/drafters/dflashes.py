@@ -1,15 +1,9 @@
 """Tiny random DFlash and DSpark heads for the tiny target, and their torch references."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints.heads import head_files
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
@@ -81,43 +75,35 @@ def drafter(name: str, num_speculative_tokens: int | None = None, **settings) ->
 def random_params(name: str):
     """Return distinct weights, large enough for varied drafts, and a scattered vocabulary."""
     config = CONFIGS[name]
-    shapes = jax.eval_shape(lambda: dflash.init_params(jax.random.key(0), config))
     rng = np.random.default_rng(len(name) + 10)
-    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
-    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
-    if not config.reduced:
-        return params
-    ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
-    return params.replace(draft_to_target=jnp.asarray(ids))
+    params = heads.drawn(dflash, config, rng)
+    return heads.scattered(params, rng) if config.reduced else params
 
 
 def torch_reference(name: str, params):
     """Return the head in plain torch, from the file that jspec writes of it."""
     # Imported here, so that the rest of this file works without torch.
-    import torch
-    from safetensors.torch import load_file
-
     from tests.models.torch_dflash import DFlashRef, DSparkRef
 
-    target = tiny.params().target
-    lent = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
-    with tempfile.TemporaryDirectory() as directory:
-        head_files.save_head(
-            directory,
-            CONFIGS[name],
-            params,
-            tiny.TARGET.config,
-            layout=LAYOUTS[name],
-            target_name="someone/model",
-        )
-        tensors = load_file(Path(directory) / "model.safetensors")
-        raw = json.loads((Path(directory) / "config.json").read_text())
-    return (DSparkRef if name in SPARKS else DFlashRef)(tensors, raw, *lent)
+    files = heads.saved(CONFIGS[name], params, layout=LAYOUTS[name], target_name="someone/model")
+    return (DSparkRef if name in SPARKS else DFlashRef)(*files, *heads.lent())
 
 
-def states_of(text, layers):
-    """Return the target's hidden states [T, C, D] of a text, in torch."""
-    import torch
+def in_torch(drafter, name: str, params):
+    """Return a function of a text: log-probabilities [V] after (root, path)."""
+    head, depth = torch_reference(name, params), drafter.max_depth
 
-    features, _ = heads.hidden_states(np.array([text]), layers)
-    return torch.stack([torch.tensor(np.asarray(feature[0])) for feature in features], 1)
+    def of(text):
+        states = heads.torch_states(text, drafter.capture_layers)
+        block = functools.cache(lambda root: head.draft_logits(states[:root], text[root], depth))
+
+        def log_probs(root, path):
+            if name in SPARKS:
+                logits = head.path_logits(states[:root], [text[root], *path], depth)[-1]
+            else:
+                logits = block(root)[len(path)]
+            return heads.over_all_tokens(logits, params)
+
+        return log_probs
+
+    return of

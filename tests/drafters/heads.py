@@ -52,14 +52,22 @@ def drafter(method: str, num_speculative_tokens: int | None = None, **settings):
 @functools.cache
 def random_params(method: str):
     """Return weights large enough for varied drafts, and a scattered reduced vocabulary."""
-    config, key = CONFIGS[method], jax.random.key(METHODS.index(method) + 10)
+    config = CONFIGS[method]
     module = medusa if method == "medusa" else eagle
-    shapes = jax.eval_shape(lambda: module.init_params(key, config))
     rng = np.random.default_rng(METHODS.index(method))
-    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
-    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
-    if not config.reduced:
-        return params
+    params = drawn(module, config, rng)
+    return scattered(params, rng) if config.reduced else params
+
+
+def drawn(module, config, rng, matrices=0.2, vectors=(1, 0.2)):
+    """Return distinct weights of a network, with a spread of matrices, and (mean, spread)."""
+    shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
+    draw = lambda x: rng.normal(*((0, matrices) if x.ndim > 1 else vectors), x.shape)
+    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+
+def scattered(params, rng):
+    """Return ``params`` with a reduced vocabulary."""
     ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
     return params.replace(draft_to_target=jnp.asarray(ids))
 
@@ -150,19 +158,69 @@ def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
 def torch_reference(method: str, params):
     """Return the head in plain torch, from the file that jspec writes of it."""
     # Imported here, so that the rest of this file works without torch.
-    import torch
-    from safetensors.torch import load_file
-
     from tests.models.torch_heads import Eagle1Ref, Eagle3Ref, MedusaRef
 
-    target = tiny.params().target
-    embedding, output = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
+    embedding, output = lent()
     layout = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa-vllm"}[method]
-    with tempfile.TemporaryDirectory() as directory:
-        head_files.save_head(directory, CONFIGS[method], params, tiny.TARGET.config, layout=layout)
-        tensors = load_file(Path(directory) / "model.safetensors")
-        config = json.loads((Path(directory) / "config.json").read_text())
+    tensors, config = saved(CONFIGS[method], params, layout=layout)
     if method == "medusa":
         return MedusaRef(tensors, 4, 1, output)
     kind = Eagle1Ref if method == "eagle" else Eagle3Ref
     return kind(tensors, config, embedding, output)
+
+
+def in_torch(drafter, method: str, params):
+    """Return a function of a text: the head's log-probabilities [V] after (root, path)."""
+    head = torch_reference(method, params)
+
+    def of(text):
+        states = torch_states(text, drafter.capture_layers)
+
+        def log_probs(root, path):
+            if method == "medusa":
+                logits = head.draft_logits(states[root - 1 : root, 0])[0, len(path)]
+            else:
+                logits = head.draft_logits(states[:root], [*text[1 : root + 1], *path])[-1]
+            return over_all_tokens(logits, params)
+
+        return log_probs
+
+    return of
+
+
+def saved(config, params, **options):
+    """Return the tensors, in torch, and the config.json that jspec writes of a head."""
+    import torch
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        head_files.save_head(directory, config, params, tiny.TARGET.config, **options)
+        raw = json.loads((Path(directory) / "config.json").read_text())
+        [path] = (path for path in Path(directory).iterdir() if path.name != "config.json")
+        if path.suffix == ".pt":
+            return torch.load(path, weights_only=True), raw
+        return load_file(path), raw
+
+
+def lent():
+    """Return the target's embedding and output matrix [V, D], in torch."""
+    import torch
+
+    target = tiny.params().target
+    return [torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T)]
+
+
+def torch_states(text, layers):
+    """Return the target's hidden states [T, C, D] of a text, in torch."""
+    import torch
+
+    features, _ = hidden_states(np.array([text]), layers)
+    return torch.stack([torch.tensor(np.asarray(feature[0])) for feature in features], 1)
+
+
+def over_all_tokens(logits, params):
+    """Return log-probabilities over the target's tokens, -inf for those that the head lacks."""
+    ids = getattr(params, "draft_to_target", None)
+    scores = np.full(tiny.VOCAB, -np.inf)
+    scores[slice(None) if ids is None else np.asarray(ids)] = logits.detach().log_softmax(-1)
+    return scores

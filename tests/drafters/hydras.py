@@ -7,7 +7,6 @@ their published names; it shares no code with jspec.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters import Hydra
@@ -18,6 +17,14 @@ from tests import networks, tiny
 from tests.drafters import heads
 
 WIDTH, LAST = tiny.TARGET.config.hidden_size, tiny.TARGET.config.num_layers
+RAW_TARGET = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_size": WIDTH,
+    "rms_norm_eps": tiny.TARGET.config.norm.eps,
+    "rope_theta": 10000.0,
+}
 _PREFIX = networks.changed(tiny.TARGET.config, num_layers=1)
 CONFIGS = {
     "mlp": HydraConfig(4, 1, WIDTH, tiny.VOCAB, (LAST,)),
@@ -38,10 +45,7 @@ def drafter(name: str, num_speculative_tokens: int | None = None, **settings) ->
 @functools.cache
 def random_params(name: str):
     """Return distinct weights, large enough for varied drafts."""
-    shapes = jax.eval_shape(lambda: hydra.init_params(jax.random.key(0), CONFIGS[name]))
-    rng = np.random.default_rng(len(name))
-    draw = lambda x: rng.normal(0, 0.15, x.shape) if x.ndim > 1 else rng.normal(0.5, 0.3, x.shape)
-    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    return heads.drawn(hydra, CONFIGS[name], np.random.default_rng(len(name)), 0.15, (0.5, 0.3))
 
 
 @functools.cache
@@ -66,6 +70,25 @@ def trained_params(name: str):
         return total
 
     return heads.fit(random_params(name), loss, 1e-2, len(windows), 200)
+
+
+def torch_reference(name: str, params):
+    """Return the heads in torch, from the file that jspec writes of them."""
+    tensors, _ = heads.saved(CONFIGS[name], params, target_name="someone/model")
+    raw = RAW_TARGET if CONFIGS[name].network is not None else None
+    return reference()(tensors, heads.lent()[0], raw)
+
+
+def in_torch(drafter, name: str, params):
+    """Return a function of a text: log-probabilities [V] after (root, path)."""
+    head = torch_reference(name, params)
+
+    def of(text):
+        features = heads.torch_states(text, drafter.capture_layers)[:, 0]
+        draft = lambda root, path: head.draft_logits(features[:root], [text[root], *path])[-1]
+        return lambda root, path: heads.over_all_tokens(draft(root, path), params)
+
+    return of
 
 
 def reference():

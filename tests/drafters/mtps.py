@@ -9,7 +9,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints.heads import mtp as mtp_format
@@ -37,10 +36,7 @@ def drafter(name: str, num_speculative_tokens: int | None = None, **settings) ->
 @functools.cache
 def random_params(name: str):
     """Return distinct weights, large enough for varied drafts."""
-    shapes = jax.eval_shape(lambda: mtp.init_params(jax.random.key(0), CONFIGS[name]))
-    rng = np.random.default_rng(len(name))
-    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(0.8, 0.3, x.shape)
-    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    return heads.drawn(mtp, CONFIGS[name], np.random.default_rng(len(name)), 0.2, (0.8, 0.3))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -73,6 +69,35 @@ def trained_params(name: str):
         return total
 
     return heads.fit(random_params(name), loss, 5e-3, len(windows), 150)
+
+
+def torch_reference(name: str, params):
+    """Return the modules in plain torch, from the file that jspec writes of them."""
+    # A layout names the stream that it hands on; the reference is given it separately.
+    config, written = CONFIGS[name], CONFIGS["two raw" if name == "two" else name]
+    tensors, _ = heads.saved(written, params)
+    sizes = {
+        "num_hidden_layers": _SIZES.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "rms_norm_eps": 1e-6,
+    }
+    return reference()(
+        tensors, sizes, *heads.lent(), mimo=config.hidden_first, normed=config.feeds_normed
+    )
+
+
+def in_torch(drafter, name: str, params):
+    """Return a function of a text: log-probabilities [V] after (root, path)."""
+    head = torch_reference(name, params)
+
+    def of(text):
+        features = heads.torch_states(text, drafter.capture_layers)[:, 0]
+        draft = lambda root, path: head.draft_logits(features[:root], [*text[1 : root + 1], *path])
+        return lambda root, path: heads.over_all_tokens(draft(root, path), params)
+
+    return of
 
 
 def reference():

@@ -2,15 +2,15 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.heads import eagle
 from tests import networks, tiny
+from tests.drafters import heads
 
-MASK, REDUCED_SIZE = 63, 40
-NETWORK = networks.changed(tiny.TARGET.config, intermediate_size=48, vocab_size=REDUCED_SIZE)
+MASK = 63
+NETWORK = networks.changed(tiny.TARGET.config, intermediate_size=48, vocab_size=heads.REDUCED_SIZE)
 CONFIG = eagle.EagleConfig(
     NETWORK,
     3,
@@ -27,15 +27,10 @@ CONFIG = eagle.EagleConfig(
 @functools.cache
 def weights():
     """Return blocks that draft well, as they get the target's features and output matrix."""
-    shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), CONFIG))
     rng = np.random.default_rng(3)
-    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
-    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
-    ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
-    target = tiny.params().target
-    size = NETWORK.hidden_size
+    params = heads.scattered(heads.drawn(eagle, CONFIG, rng), rng)
+    target, size = tiny.params().target, NETWORK.hidden_size
     return params.replace(
-        draft_to_target=jnp.asarray(ids),
-        head=target.head[:, ids],
+        head=target.head[:, params.draft_to_target],
         fc=params.fc.at[-size:].add(jnp.eye(size)),
     )

@@ -33,6 +33,19 @@ def plain():
     return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
 
+def compare_all(drafter, params, in_torch, count=2):
+    """Compare greedy answers with those of torch, and return the number of accepted tokens.
+
+    ``in_torch(text)`` returns a function of (root's position, path): log-probabilities [V].
+    """
+    answers = host.generate_sequences(plan_of(drafter), params, ROWS[:count], profile=tiny.NODES)
+    total = 0
+    for row, text, answer in zip(ROWS[:count], plain(), answers, strict=False):
+        log_probs = functools.cache(in_torch(text))
+        total += compare(answer, row.prompt, text, drafter.draft_tree, log_probs)
+    return total
+
+
 def draft_after(drafter, params, prompt):
     """Return the draft after ``prompt`` of a row at temperature 1, and the memory before it."""
     row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)

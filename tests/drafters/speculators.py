@@ -8,7 +8,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters import MlpSpeculator
@@ -41,12 +40,8 @@ def drafter(name: str, num_speculative_tokens: int | None = None, **settings) ->
 @functools.cache
 def random_params(name: str):
     """Return distinct weights, large enough for peaked and varied drafts."""
-    config = CONFIGS[name]
-    module = module_of(name)
-    shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
     rng = np.random.default_rng(len(name))
-    draw = lambda x: rng.normal(0, 0.5, x.shape) if x.ndim > 1 else rng.normal(1, 0.3, x.shape)
-    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    return heads.drawn(module_of(name), CONFIGS[name], rng, 0.5, (1, 0.3))
 
 
 @functools.cache
@@ -72,6 +67,24 @@ def trained_params(name: str):
 def module_of(name: str):
     """Return the network."""
     return arctic if isinstance(CONFIGS[name], LstmSpeculatorConfig) else mlp_speculator
+
+
+def torch_reference(name: str, params):
+    """Return the speculator in torch, from the file that jspec writes of it."""
+    kind = references()["arctic-lstm" if "lstm" in name else "mlp_speculator"]
+    return kind(*heads.saved(CONFIGS[name], params, target_name="someone/model"))
+
+
+def in_torch(drafter, name: str, params):
+    """Return a function of a text: log-probabilities [V] after (root, path)."""
+    head = torch_reference(name, params)
+
+    def of(text):
+        features = heads.torch_states(text, drafter.capture_layers)[:, 0]
+        draft = lambda root, path: head.draft_logits(features[root - 1], [text[root], *path])[-1]
+        return lambda root, path: heads.over_all_tokens(draft(root, path), params)
+
+    return of
 
 
 def references():

@@ -1,4 +1,4 @@
-"""MTP: drafts equal to torch's in every round; the caches hold rows of committed text alone."""
+"""MTP: the caches hold rows of committed text alone; depths, files."""
 
 import functools
 import itertools
@@ -51,50 +51,11 @@ def ran(case):
     return drafter, params, host.advance(plan, params, batch)
 
 
-def reference(case, tmp_path):
-    """Return the modules in plain torch, from the file that jspec writes of them."""
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
-    name, target = CASES[case][0], tiny.params().target
-    # A layout names the stream that it hands on; the reference is given it separately.
-    config = mtps.CONFIGS[name]
-    written = mtps.CONFIGS["two raw"] if name == "two" else config
-    head_files.save_head(tmp_path, written, params_of(name).drafter, tiny.TARGET.config)
-    tensors = load_file(tmp_path / "model.safetensors")
-    pair = (torch.tensor(np.asarray(array)) for array in (target.embedding, target.head.T))
-    return mtps.reference()(
-        tensors, SIZES, *pair, mimo=config.hidden_first, normed=config.feeds_normed
-    )
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
-def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
-    torch = pytest.importorskip("torch")
-    drafter, _, batch = ran(case)
-    head, total = reference(case, tmp_path), 0
-    pairs = zip(rounds.ROWS, batch.answers, rounds.plain(), strict=True)
-    for row, answer, text in pairs:
-        features, _ = heads.hidden_states(np.array(text)[None], drafter.capture_layers)
-        features = torch.tensor(np.asarray(features[0][0]))
-
-        @functools.cache
-        @torch.inference_mode()
-        def distribution(root, path, features=features, text=text):
-            logits = head.draft_logits(features[:root], [*text[1 : root + 1], *path])
-            return logits.log_softmax(-1).numpy()
-
-        total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
-    assert case.split("-")[0] not in TRAINED or total > 20
-
-
 @pytest.mark.slow
-def test_drafted_distributions_equal_those_of_torch(tmp_path):
+def test_drafted_distributions_equal_those_of_torch():
     torch = pytest.importorskip("torch")
     drafter, params = mtps.drafter("two"), params_of("two")
-    head, text = reference("two-chain", tmp_path), np.array(rounds.plain()[1])[:12]
+    head, text = mtps.torch_reference("two", params.drafter), np.array(rounds.plain()[1])[:12]
     features, _ = heads.hidden_states(text[None], drafter.capture_layers)
     outs = mtps.rows_of_text(params.drafter, drafter.config, text[None], features[0])
     features = torch.tensor(np.asarray(features[0][0]))

@@ -33,7 +33,7 @@ def proposed(drafter, histories):
 histories = st.lists(st.integers(0, 2), min_size=1, max_size=CAPACITY)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(histories, min_size=3, max_size=3), st.integers(1, 3), st.integers(0, 2))
 def test_the_longest_suffix_and_its_earliest_occurrence_are_proposed(rows, shortest, extra):
     drafter = NGram(4, prompt_lookup_min=shortest, prompt_lookup_max=shortest + extra)

@@ -56,34 +56,17 @@ def files(directory, layout):
     return load_file(directory / "model.safetensors"), raw
 
 
-@functools.cache
-def features_of(index):
-    """Return the target's hidden states that the head reads, over one of the texts: [T, C, D]."""
-    text = np.array(rounds.plain()[index])
-    loaded = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
-    return torch.tensor(np.stack([x[0] for x in loaded], 1))
-
-
 @pytest.mark.parametrize(("tree", "layout"), [("chain", "peagle"), ("best first", "speculators")])
 def test_every_round_drafts_and_accepts_what_torch_does(tree, layout, tmp_path):
     drafter = ParallelEagle(CONFIG, tiny.TARGET, **TREES[tree], draft_sample_method="greedy")
-    reference = PEagleRef(*files(tmp_path, layout))
-    plan = rounds.plan_of(drafter)
-    params = Params(tiny.params().target, weights())
-    answers = host.generate_sequences(plan, params, rounds.ROWS, profile=tiny.NODES)
-    ids, total = reference.target_ids(), 0
-    for index, (answer, text) in enumerate(zip(answers, rounds.plain(), strict=True)):
+    reference, params = PEagleRef(*files(tmp_path, layout)), weights()
 
-        @functools.cache
-        def guesses(root, index=index, text=tuple(text)):
-            loaded = reference.guesses(features_of(index)[:root], text[1 : root + 1])
-            distribution = torch.full((DEPTH, tiny.VOCAB), -float("inf"))
-            distribution[:, ids] = loaded.float()
-            return distribution.log_softmax(-1).numpy()
+    def in_torch(text):
+        states = heads.torch_states(text, CONFIG.capture_layers)
+        guesses = functools.cache(lambda root: reference.guesses(states[:root], text[1 : root + 1]))
+        return lambda root, path: heads.over_all_tokens(guesses(root)[len(path)], params)
 
-        distribution = lambda root, path, guesses=guesses: guesses(root)[len(path)]
-        prompt = rounds.ROWS[index].prompt
-        total += rounds.compare(answer, prompt, text, drafter.draft_tree, distribution)
+    total = rounds.compare_all(drafter, Params(tiny.params().target, params), in_torch)
     assert tree == "chain" or total
 
 
@@ -101,9 +84,8 @@ def test_logits_and_memory_are_those_of_committed_rows_and_masks(tmp_path):
     reference = PEagleRef(*files(tmp_path, "peagle"))
     for row, length in enumerate(lengths):
         text = np.asarray(state.history.tokens)[row, :length]
-        loaded = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
-        states = torch.tensor(np.stack([x[0] for x in loaded], 1))
-        expected = reference.guesses(states[: length - 1], text[1:].tolist())
+        states = heads.torch_states(text, CONFIG.capture_layers)[: length - 1]
+        expected = reference.guesses(states, text[1:].tolist())
         np.testing.assert_allclose(logits[row], expected, atol=1e-4)
 
 

@@ -236,9 +236,9 @@ WHOLE = jspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, deto
 
 
 @pytest.fixture(scope="module")
-def open_llm(tmp_path_factory):
+def open_llm(root):
     """Return an ``LLM`` with suffix decoding."""
-    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+    target = llm_fixtures.loaded(root)["target"]
     asked = {"method": "suffix"} | named(max_cached_tokens=512, max_tree_depth=8)
     return lambda **more: jspec.LLM(target, asked | more)
 

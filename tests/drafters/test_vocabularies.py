@@ -159,9 +159,9 @@ def test_tokenizers_that_disagree_are_refused_at_equal_sizes_too():
 
 
 @pytest.fixture
-def models_(tmp_path_factory, tmp_path):
+def models_(root, tmp_path):
     """A target and a draft model with another tokenizer."""
-    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+    target = llm_fixtures.loaded(root)["target"]
     other = tmp_path / "other"
     llm_fixtures.write_model(other, llm_fixtures.DRAFT, 1)
     DRAFT.save_pretrained(other)

@@ -47,7 +47,7 @@ def drafts(draw):
     return parents.astype(np.int32), valid, np.array(rates, np.float32)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=drafts(), data=st.data())
 def test_the_budget_leaves_the_best_set_of_nodes_with_their_parents(case, data):
     parents, valid, rates = case

@@ -66,7 +66,7 @@ def test_packed_passes_change_no_text_and_no_round(method, tree):
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_packing_takes_every_listed_node_and_brings_it_back(listed):
     listed = np.array(listed)
     count = int(listed.sum())

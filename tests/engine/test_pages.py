@@ -332,7 +332,7 @@ def consistent(pool, tables, contents):
         assert contents[page] == digest and pool._digests[page] == digest
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(6, 40),

@@ -104,8 +104,8 @@ def test_weights_of_other_shapes_and_dtypes_are_refused_by_name():
     assert engine.params is params
 
 
-def test_old_weights_leave_the_memory(tmp_path_factory):
-    model = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+def test_old_weights_leave_the_memory(root):
+    model = llm_fixtures.loaded(root)["target"]
     draft = dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
     config = {"model": draft, "num_speculative_tokens": 2}
     llm = jspec.LLM(model.with_params(jax.tree.map(jnp.copy, model.params)), config, block_size=8)
@@ -121,8 +121,8 @@ def test_old_weights_leave_the_memory(tmp_path_factory):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(llm.build.params))
 
 
-def test_an_llm_generates_with_new_weights(tmp_path_factory):
-    model = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+def test_an_llm_generates_with_new_weights(root):
+    model = llm_fixtures.loaded(root)["target"]
     llm, settings = jspec.LLM(model, block_size=8), SamplingParams(temperature=0, max_tokens=9)
     text = "the quick brown fox jumps over the lazy dog. "
     [before], old = llm.generate(text, settings), llm.build.params.target

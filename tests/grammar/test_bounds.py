@@ -162,8 +162,8 @@ def test_other_grammars_compile_while_one_takes_long():
     assert compiled("(ab)+a?").start >= 0  # in a child that replaced the one that was killed
 
 
-def test_a_plain_request_runs_while_a_grammar_of_another_thread_compiles(tmp_path_factory):
-    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", "none")
+def test_a_plain_request_runs_while_a_grammar_of_another_thread_compiles(root):
+    llm = llm_fixtures.llm(root, "none")
     plain = SamplingParams(max_tokens=4, temperature=0)
     [expected] = llm.generate("the", plain)
     left = threading.Event()
@@ -308,8 +308,8 @@ def test_a_process_ends_while_a_grammar_compiles():
     assert time.time() - float(ran.stdout) < 3
 
 
-def test_requests_that_left_take_their_grammars_with_them(tmp_path_factory):
-    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", "none")
+def test_requests_that_left_take_their_grammars_with_them(root):
+    llm = llm_fixtures.llm(root, "none")
     endless = [{"regex": ENDLESS % (50 + index)} for index in range(20)]
 
     async def ask(served):

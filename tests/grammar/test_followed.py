@@ -196,8 +196,8 @@ def levels(value):
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-def test_a_recursive_schema_is_followed_with_speculation(tmp_path_factory, method):
-    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", method)
+def test_a_recursive_schema_is_followed_with_speculation(root, method):
+    llm = llm_fixtures.llm(root, method)
     params = SamplingParams(
         max_tokens=60, temperature=1.0, seed=3, n=8, structured_outputs={"json": RECURSIVE}
     )
@@ -217,8 +217,8 @@ def test_a_recursive_schema_is_followed_with_speculation(tmp_path_factory, metho
         ({"structural_tag": json.dumps(TAGS)}, ""),
     ],
 )
-def test_settings_without_an_automaton_are_followed(tmp_path_factory, outputs, begins):
-    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", "none")
+def test_settings_without_an_automaton_are_followed(root, outputs, begins):
+    llm = llm_fixtures.llm(root, "none")
     params = SamplingParams(max_tokens=12, structured_outputs=outputs)
     [output] = llm.generate("the quick", params)
     [text] = output.outputs

@@ -87,7 +87,7 @@ def test_each_format_has_a_validator():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_of_a_format_are_valid(name):
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60, database=None)
     @given(st.from_regex(rf"\A(?:{FORMATS[name]})\Z"))
     def check(value):
         assert IS_VALID[name](value), value

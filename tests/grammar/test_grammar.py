@@ -206,11 +206,6 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_texts_of_a_model_follow_a_schema_a_choice_or_a_pattern(root, method):
     llm = llm_fixtures.llm(root, method)

@@ -132,8 +132,8 @@ def test_drawn_texts_obey_every_limit_and_those_without_a_token_harm_no_other(pl
         pytest.param({"grammar": 'root ::= "a" | "b"'}, marks=pytest.mark.slow),
     ],
 )
-def test_a_request_may_have_bad_words_beside_a_grammar(tmp_path_factory, asked):
-    llm = llm_fixtures.llm(tmp_path_factory.getbasetemp() / "llm", "none")
+def test_a_request_may_have_bad_words_beside_a_grammar(root, asked):
+    llm = llm_fixtures.llm(root, "none")
     given = SamplingParams(
         temperature=1.0, seed=1, max_tokens=8, structured_outputs=asked, bad_words=["foo"]
     )

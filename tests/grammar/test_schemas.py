@@ -29,7 +29,7 @@ def pattern_of(schema):
 def test_a_pattern_matches_the_spelling_of_the_values_that_it_matches(pattern):
     expression = re.compile(python(patterns.spelled(pattern)))
 
-    @settings(max_examples=200, deadline=None, database=None)
+    @settings(max_examples=200, database=None)
     @given(VALUES)
     def check(value):
         # As in ECMA-262, "$" is only the end, and "." and "\\d" are those of ASCII and lines.

@@ -19,7 +19,6 @@ def few(count: int):
     """Return a decorator of a property that runs ``count`` fixed examples in the suite."""
     return settings(
         max_examples=count * TIMES,
-        deadline=None,
         derandomize=TIMES == 1,
         database=None,
         suppress_health_check=list(HealthCheck),

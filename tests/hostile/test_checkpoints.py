@@ -18,75 +18,25 @@ from tests.checkpoints import test_families
 from tests.hostile import checkpoints
 from tests.hostile.junk import anything, few, refused
 
-KEYS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-    "use_sliding_window",
-    "tie_word_embeddings",
-    "partial_rotary_factor",
-    "n_routed_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "n_group",
-    "first_k_dense_replace",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "full_attention_interval",
-    "model_type",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "eos_token_id",
-    "quantization_config",
-    "mask_token_id",
-    "pard_token",
-    "num_nextn_predict_layers",
-    "max_window_layers",
-    "draft_vocab_size",
-    "eagle_config",
-    "dflash_config",
-    "transformer_layer_config",
-    "n_predict",
-    "inner_dim",
-    "block_size",
-)
+KEYS = """num_hidden_layers hidden_size intermediate_size num_attention_heads
+num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta
+rope_scaling rope_parameters layer_types sliding_window use_sliding_window tie_word_embeddings
+partial_rotary_factor n_routed_experts num_experts num_experts_per_tok n_group
+first_k_dense_replace kv_lora_rank q_lora_rank full_attention_interval model_type architectures
+dtype torch_dtype eos_token_id quantization_config mask_token_id pard_token
+num_nextn_predict_layers max_window_layers draft_vocab_size eagle_config dflash_config
+transformer_layer_config n_predict inner_dim block_size"""
+ROPE_KEYS = """rope_type factor rope_theta short_factor long_factor type
+original_max_position_embeddings low_freq_factor high_freq_factor mscale mscale_all_dim
+attention_factor truncate beta_fast"""
 ROPE = st.dictionaries(
-    st.sampled_from(
-        [
-            "rope_type",
-            "factor",
-            "rope_theta",
-            "short_factor",
-            "long_factor",
-            "type",
-            "original_max_position_embeddings",
-            "low_freq_factor",
-            "high_freq_factor",
-            "mscale",
-            "mscale_all_dim",
-            "attention_factor",
-            "truncate",
-            "beta_fast",
-        ]
-    ),
+    st.sampled_from(ROPE_KEYS.split()),
     st.sampled_from(["yarn", "llama3", "longrope", "dynamic", "linear", 4.0, 1e299, 1e-299, 2])
     | anything(),
     max_size=4,
 )
 VALUE = st.integers(0, 9) | ROPE | anything()
-CHANGES = st.lists(st.tuples(st.sampled_from(KEYS) | st.integers(0, 40), VALUE), max_size=3)
+CHANGES = st.lists(st.tuples(st.sampled_from(KEYS.split()) | st.integers(0, 40), VALUE), max_size=3)
 
 
 @pytest.fixture(scope="module")

@@ -80,8 +80,8 @@ def bodies(path):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    llm = live.llm(tmp_path_factory.getbasetemp() / "llm")
+def server(root):
+    llm = live.llm(root)
     limits = dict(max_body_bytes=1 << 20, body_seconds=2)
     options = dict(limits=limits, tool_parser="hermes", max_num_queued=200, request_seconds=60)
     with live.running(llm, **options) as server:

@@ -177,8 +177,8 @@ ARGUMENTS = (
 
 @few(40)
 @given(given=st.dictionaries(st.sampled_from(ARGUMENTS), anything(), min_size=1, max_size=2))
-def test_an_llm_is_built_or_raises_one_line(tmp_path_factory, given):
-    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+def test_an_llm_is_built_or_raises_one_line(root, given):
+    target = llm_fixtures.loaded(root)["target"]
     refused(jspec.LLM, target, **given)
 
 

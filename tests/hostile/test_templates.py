@@ -27,11 +27,6 @@ ENDLESS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
 @pytest.mark.parametrize("template", ESCAPES + ENDLESS, ids=lambda template: template[:30])
 def test_malicious_templates_have_no_effect_and_give_one_line(root, tmp_path, template):
     mark = tmp_path / "ran"

@@ -4,8 +4,8 @@ from tests.server import live
 
 
 @pytest.fixture(scope="session")
-def llm(tmp_path_factory):
-    return live.llm(tmp_path_factory.getbasetemp() / "llm")
+def llm(root):
+    return live.llm(root)
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.slow  # a tokenizer of its own
 
 
 @pytest.fixture(scope="module")
-def marked(llm, tmp_path_factory):
+def marked(llm, root, tmp_path_factory):
     """Return a client of a server whose tokenizer has marks as special tokens, and their ids."""
-    root = tmp_path_factory.getbasetemp() / "llm"
     path = llm_fixtures.checkpoints(root)["target"]
     tokenizer = checkpoint.load_tokenizer(path)
     marks = ["[TOOL_CALLS]", "</think>"]

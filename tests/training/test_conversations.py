@@ -83,7 +83,7 @@ TURN = st.tuples(
 
 
 @given(turns=st.lists(TURN, min_size=1, max_size=3), marked=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_learned_continues_the_prompts_that_are_served(turns, marked):
     template = thinking.MARKED if marked else thinking.OBJECTS
     messages = [message for turn in turns for part in turn for message in part]

@@ -20,11 +20,15 @@ from training import distill, distill_draft, distill_eagle
 from training.export import check
 from training.tasks import dflash, eagle
 
-SIZES = networks.small(vocab_size=300, num_layers=3, max_positions=128)
+SIZES = networks.small(
+    vocab_size=300, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=128
+)
 ENTRY_POINTS = {"eagle": distill_eagle.main, "draft": distill_draft.main}
 
 
-def distil(method, argv):
+def distil(method, argv, options=""):
+    """Run the command of a method; ``options`` are more of them, as typed."""
+    argv = [*argv, *options.split()]
     if method in ENTRY_POINTS:
         return ENTRY_POINTS[method](argv)
     return distill.main([method, *argv])
@@ -44,42 +48,11 @@ def target(corpus, tmp_path_factory):
 def words(target, sources, tmp_path_factory):
     """Options of a run of six short steps."""
     cache = tmp_path_factory.mktemp("cache")
-    return [
-        "--target",
-        str(target),
-        "--data",
-        str(sources),
-        "--held-out-modules",
-        "secret",
-        "--cache",
-        str(cache),
-        "--length",
-        "24",
-        "--batch",
-        "2",
-        "--accumulate",
-        "1",
-        "--steps",
-        "6",
-        "--warmup",
-        "1",
-        "--eval-every",
-        "3",
-        "--eval-windows",
-        "2",
-        "--acceptance-prompts",
-        "2",
-        "--prompt-tokens",
-        "8",
-        "--max-new-tokens",
-        "8",
-        "--num-speculative-tokens",
-        "2",
-        "--compute",
-        "float32",
-        "--learning-rate",
-        "1e-2",
-    ]
+    options = """--length 24 --batch 2 --accumulate 1 --steps 6 --warmup 1 --eval-every 3
+    --eval-windows 2 --acceptance-prompts 2 --prompt-tokens 8 --max-new-tokens 8
+    --num-speculative-tokens 2 --compute float32 --learning-rate 1e-2 --held-out-modules secret"""
+    files = ["--target", str(target), "--data", str(sources), "--cache", str(cache)]
+    return [*files, *options.split()]
 
 
 def generate(target, config):
@@ -114,10 +87,10 @@ def check_run(folder, target, method, model=None, **keys):
 @pytest.mark.parametrize(
     ("variant", "more", "method"),
     [
-        ("hass", ["--loss", "overlap"], "eagle"),
+        ("hass", "--loss overlap", "eagle"),
         pytest.param(
             "eagle3",
-            ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "2"],
+            "--unroll 2 --format speculators --capture-layers 1 2",
             "eagle3",
             marks=pytest.mark.slow,
         ),
@@ -125,18 +98,17 @@ def check_run(folder, target, method, model=None, **keys):
     ids=["hass", "eagle3 speculators"],
 )
 def test_a_head_is_distilled_from_one_command(variant, more, method, words, target, tmp_path):
-    argv = [*words, "--output", str(tmp_path), "--variant", variant, *more]
-    assert distil("eagle", argv) == 0
+    argv = [*words, "--output", str(tmp_path), "--variant", variant]
+    assert distil("eagle", argv, more) == 0
     check_run(tmp_path, target, method)
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "draft"])
 def test_a_target_in_bfloat16_is_distilled(method, words, target, tmp_path):
-    few = ["--steps", "2", "--eval-every", "2", "--acceptance-prompts", "0"]
-    more = {"draft": ["--draft-layers", "0", "2"], "eagle": ["--variant", "hass"]}.get(method, [])
+    few = "--steps 2 --eval-every 2 --acceptance-prompts 0 --target-dtype bfloat16 "
+    more = {"draft": "--draft-layers 0 2", "eagle": "--variant hass"}.get(method, "")
     output = tmp_path / "run"
-    few += ["--target-dtype", "bfloat16", "--output", str(output)]
-    assert distil(method, [*words, *few, *more]) == 0
+    assert distil(method, [*words, "--output", str(output)], few + more) == 0
     metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     assert np.isfinite(metrics["heldout_loss"])
     assert (output / "export" / "model.safetensors").exists()
@@ -245,22 +217,12 @@ def test_options_that_decide_the_best_weights_must_not_change(words, resumed, tm
     plain = [*words, "--steps", "2", "--output", str(tmp_path / "plain")]
     plain += ["--acceptance-prompts", "0"]
     assert distil("medusa", plain) == 0
-    others = [
-        "--acceptance-prompts",
-        "1",
-        "--num-speculative-tokens",
-        "1",
-        "--prompt-tokens",
-        "4",
-        "--max-new-tokens",
-        "4",
-        "--temperatures",
-        "0.5",
-    ]
-    assert distil("medusa", [*resumed, *others]) == 2
+    others = "--acceptance-prompts 1 --num-speculative-tokens 1 --prompt-tokens 4"
+    others += " --max-new-tokens 4 --temperatures 0.5"
+    assert distil("medusa", resumed, others) == 2
     printed = capsys.readouterr().err
     assert "holds another run: " in printed and "--temperatures (0.5,) (was [1.0, 0.0])" in printed
-    assert all(f"{option} " in printed for option in others[::2])
+    assert all(f"{option} " in printed for option in others.split()[::2])
     assert distil("medusa", [*plain, "--eval-windows", "1"]) == 2
     assert "holds another run: --eval-windows 1 (was 2)" in capsys.readouterr().err
     assert distil("medusa", [*resumed, "--eval-windows", "1"]) == 0  # a number beside others
@@ -308,8 +270,8 @@ def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path,
 
 @pytest.mark.slow
 def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
-    more = ["--parallel", "--draft-layers", "0", "2", "--depths", "3"]
-    assert distil("draft", [*words, "--output", str(tmp_path), *more]) == 0
+    more = "--parallel --draft-layers 0 2 --depths 3"
+    assert distil("draft", [*words, "--output", str(tmp_path)], more) == 0
     raw = checkpoint.load_config(tmp_path / "export")[1]
     assert raw["spd_type"] == "pard" and 0 <= raw["pard_token"] < 300
     check_run(tmp_path, target, "draft_model", parallel_drafting=True)
@@ -317,23 +279,9 @@ def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
 
 @pytest.mark.slow
 def test_a_head_learns_to_guess_in_one_pass(words, target, tmp_path):
-    more = [
-        "--parallel",
-        "--capture-layers",
-        "1",
-        "2",
-        "--head-layers",
-        "2",
-        "--depths",
-        "3",
-        "--draft-vocab-size",
-        "80",
-        "--format",
-        "speculators",
-        "--mask-token",
-        "7",
-    ]
-    assert distil("eagle", [*words, "--output", str(tmp_path), *more]) == 0
+    more = "--parallel --capture-layers 1 2 --head-layers 2 --depths 3 --draft-vocab-size 80"
+    more += " --format speculators --mask-token 7"
+    assert distil("eagle", [*words, "--output", str(tmp_path)], more) == 0
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     assert raw["speculators_model_type"] == "peagle" and raw["mask_token_id"] == 7
     check_run(tmp_path, target, "eagle3", tree="best_first", tree_size=5)
@@ -387,51 +335,29 @@ def test_modules_in_the_targets_files_train_further(words, target, tmp_path):
     check_run(second, second / "export" / "target", "mtp")
 
 
-SMALL_BLOCKS = ["--block-size", "4", "--head-layers", "1", "--anchors", "6"]
+SMALL_BLOCKS = "--block-size 4 --head-layers 1 --anchors 6 "
 
 
 @pytest.mark.parametrize(
     ("variant", "more"),
     [
-        ("dflash", ["--weighing", "dpace"]),
+        ("dflash", "--weighing dpace"),
         pytest.param(
             "dspark",
-            [
-                "--markov",
-                "gated",
-                "--markov-rank",
-                "8",
-                "--format",
-                "dflash-speculators",
-                "--draft-vocab-size",
-                "90",
-                "--capture-layers",
-                "1",
-                "2",
-                "--remat",
-            ],
+            "--markov gated --markov-rank 8 --format dflash-speculators --draft-vocab-size 90"
+            " --capture-layers 1 2 --remat",
             marks=pytest.mark.slow,
         ),
     ],
     ids=["dflash", "dspark speculators"],
 )
 def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, target, tmp_path):
-    argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant, *SMALL_BLOCKS, *more]
-    assert distil("dflash", argv) == 0
+    argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant]
+    assert distil("dflash", argv, SMALL_BLOCKS + more) == 0
     check_run(tmp_path / "a", target, variant)
-    if variant == "dspark":  # and resumes from its files
-        again = [
-            *words,
-            "--output",
-            str(tmp_path / "b"),
-            "--variant",
-            variant,
-            "--format",
-            "dflash-speculators",
-            "--head",
-            str(tmp_path / "a" / "export"),
-        ]
-        assert distil("dflash", again) == 0
+    if variant == "dspark":  # it trains further from its files
+        again = [*words, "--output", str(tmp_path / "b"), "--head", str(tmp_path / "a" / "export")]
+        assert distil("dflash", again, "--variant dspark --format dflash-speculators") == 0
 
 
 def held_out_losses(folder):
@@ -439,18 +365,19 @@ def held_out_losses(folder):
     return [line["heldout_loss"] for line in lines if "heldout_loss" in line]
 
 
-HYDRA = ["--variant", "hydra++", "--num-heads", "2", "--head-layers", "3", "--loss", "overlap"]
-LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
-
-
 @pytest.mark.parametrize(
     ("method", "more", "layout"),
     [
-        ("mlp_speculator", LSTM, "arctic-lstm"),
-        pytest.param("hydra", HYDRA, "hydra", marks=pytest.mark.slow),
+        ("mlp_speculator", "--variant arctic-lstm --inner-dim 16", "arctic-lstm"),
+        pytest.param(
+            "hydra",
+            "--variant hydra++ --num-heads 2 --head-layers 3 --loss overlap",
+            "hydra",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "mlp_speculator",
-            ["--variant", "arctic", "--no-scale-input"],
+            "--variant arctic --no-scale-input",
             "arctic-rnn",
             marks=pytest.mark.slow,
         ),
@@ -460,7 +387,7 @@ LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
 def test_heads_that_guess_one_after_another_are_trained(
     method, more, layout, words, target, tmp_path
 ):
-    assert distil(method, [*words, "--output", str(tmp_path), *more]) == 0
+    assert distil(method, [*words, "--output", str(tmp_path)], more) == 0
     losses = held_out_losses(tmp_path)
     assert losses[-1] < losses[0]
     check_run(tmp_path, target, method)
@@ -512,132 +439,119 @@ def test_targets_of_every_depth_have_hidden_states_to_read_by_default(method, de
     [
         (
             "eagle",
-            ["--capture-layers", "2", "1"],
+            "--capture-layers 2 1",
             r"--capture-layers \(2, 1\) .* must ascend from 0 or more, below the target's 3 layers",
         ),
-        ("dflash", ["--capture-layers", "0", "2"], "must ascend from 1 or more, below"),
-        ("eagle", ["--draft-vocab-size", "301"], "the target has 300 tokens"),
+        ("dflash", "--capture-layers 0 2", "must ascend from 1 or more, below"),
+        ("eagle", "--draft-vocab-size 301", "the target has 300 tokens"),
+        ("eagle", "--variant eagle1 --draft-vocab-size 50", "only eagle3 heads have it"),
+        ("eagle", "--variant hass --fc-norm", "only eagle3 heads have it"),
+        ("eagle", "--fc-norm --norm-before-fc", "norms them already; leave one out"),
         (
             "eagle",
-            ["--variant", "eagle1", "--draft-vocab-size", "50"],
-            "only eagle3 heads have it",
-        ),
-        ("eagle", ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
-        ("eagle", ["--fc-norm", "--norm-before-fc"], "norms them already; leave one out"),
-        (
-            "eagle",
-            ["--format", "sglang", "--norm-output"],
+            "--format sglang --norm-output",
             "heads with norms of their own have eagle, speculators",
         ),
+        ("eagle", "--variant hass --format speculators", "hass heads have eagle and sglang"),
+        ("eagle", "--unroll 0", "--unroll 0 does not work; it must be at least 1"),
+        ("eagle", "--feature-weight 1.0", "no feature of the target"),
+        ("eagle", "--held-out-modules", "no data is held out: give --held-out-share"),
+        ("eagle", "--length 128", "--length 128 does not work; the target has 128 pos"),
         (
             "eagle",
-            ["--variant", "hass", "--format", "speculators"],
-            "hass heads have eagle and sglang",
-        ),
-        ("eagle", ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
-        ("eagle", ["--feature-weight", "1.0"], "no feature of the target"),
-        ("eagle", ["--held-out-modules"], "no data is held out: give --held-out-share"),
-        ("eagle", ["--length", "128"], "--length 128 does not work; the target has 128 pos"),
-        (
-            "eagle",
-            ["--variant", "eagle1", "--max-new-tokens", "128"],
+            "--variant eagle1 --max-new-tokens 128",
             "--max-new-tokens 128 does not work; the target has 128 positions",
         ),
         (
             "draft",
-            ["--draft-layers", "0", "--on-policy", "0.1"],
+            "--draft-layers 0 --on-policy 0.1",
             "--on-policy 0.1 does not work; that is none of the 2 windows",
         ),
-        ("draft", [], "give either --draft DIR or --draft-layers"),
+        ("draft", "", "give either --draft DIR or --draft-layers"),
         (
             "draft",
-            ["--draft-layers", "0", "--depths", "4"],
+            "--draft-layers 0 --depths 4",
             "--depths 4 does not work; only drafters trained with --parallel have it",
         ),
         (
             "draft",
-            ["--draft-layers", "0", "--parallel", "--mask-token", "300"],
+            "--draft-layers 0 --parallel --mask-token 300",
             "--mask-token 300 does not work; the target has 300 tokens",
         ),
         (
             "eagle",
-            ["--parallel", "--depths", "1"],
+            "--parallel --depths 1",
             "--num-speculative-tokens 2 does not work; no more than --depths 1 tokens are guessed",
         ),
-        ("eagle", ["--parallel", "--variant", "hass"], "only eagle3 heads have --parallel"),
-        ("eagle", ["--parallel", "--format", "sglang"], "parallel heads have eagle and spec"),
-        ("eagle", ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
-        ("draft", ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
-        ("mtp", ["--fresh", "none"], "has no modules for later tokens"),
-        ("mtp", ["--num-modules", "4"], "--unroll 3 does not work; there are 4 modules"),
-        ("mtp", ["--modules", "x", "--fresh", "random"], "leave out one"),
-        ("dflash", ["--block-size", "2"], "a block of --block-size 2 drafts 1 tokens"),
-        ("dflash", ["--markov", "rnn"], "only dspark heads have it; leave it out"),
-        ("dflash", ["--confidence-weight", "1.0"], "only dspark heads guess the prob"),
-        ("dflash", ["--loss", "kl"], "it weighs nothing: give --loss-weight too"),
-        ("dflash", ["--weighing", "dpace", "--gamma", "3"], "--weighing dpace does not use"),
-        ("dflash", ["--head", "x", "--block-size", "8"], "--head decides it"),
-        ("dflash", ["--draft-vocab-size", "20"], "take --format dflash-speculators"),
-        ("dflash", ["--mask-token", "300"], "the target has 300 tokens"),
-        ("medusa", ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
-        ("hydra", ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
-        ("hydra", ["--heads", "x", "--head-layers", "2"], "--heads decides it"),
+        ("eagle", "--parallel --variant hass", "only eagle3 heads have --parallel"),
+        ("eagle", "--parallel --format sglang", "parallel heads have eagle and spec"),
+        ("eagle", "--parallel --unroll 2", "one pass has no steps on its own"),
+        ("draft", "--draft-layers 2 3", "name ascending ones of the target's 3"),
+        ("mtp", "--fresh none", "has no modules for later tokens"),
+        ("mtp", "--num-modules 4", "--unroll 3 does not work; there are 4 modules"),
+        ("mtp", "--modules x --fresh random", "leave out one"),
+        ("dflash", "--block-size 2", "a block of --block-size 2 drafts 1 tokens"),
+        ("dflash", "--markov rnn", "only dspark heads have it; leave it out"),
+        ("dflash", "--confidence-weight 1.0", "only dspark heads guess the prob"),
+        ("dflash", "--loss kl", "it weighs nothing: give --loss-weight too"),
+        ("dflash", "--weighing dpace --gamma 3", "--weighing dpace does not use"),
+        ("dflash", "--head x --block-size 8", "--head decides it"),
+        ("dflash", "--draft-vocab-size 20", "take --format dflash-speculators"),
+        ("dflash", "--mask-token 300", "the target has 300 tokens"),
+        ("medusa", "--num-heads 1", "there are --num-heads 1, one for each token"),
+        ("hydra", "--num-heads 1", "there are --num-heads 1, one for each token"),
+        ("hydra", "--heads x --head-layers 2", "--heads decides it"),
         (
             "mlp_speculator",
-            ["--n-predict", "1", "--no-tie-weights"],
+            "--n-predict 1 --no-tie-weights",
             "there are --n-predict 1 stages; take as many tokens or fewer",
         ),
-        ("mlp_speculator", ["--n-predict", "1"], "one stage shares no weights"),
-        ("mlp_speculator", ["--no-tie-embeddings"], "only an LSTM"),
+        ("mlp_speculator", "--n-predict 1", "one stage shares no weights"),
+        ("mlp_speculator", "--no-tie-embeddings", "only an LSTM"),
         (
             "mlp_speculator",
-            ["--variant", "arctic-lstm", "--no-tie-weights"],
+            "--variant arctic-lstm --no-tie-weights",
             "--tie-weights False does not work; the stages of an LSTM are always one",
         ),
-        ("mlp_speculator", ["--head", "x", "--inner-dim", "8"], "--head decides it"),
-        (
-            "medusa",
-            ["--format", "medusa", "--draft-vocab-size", "20"],
-            "no reduced vocabulary",
-        ),
-        ("medusa", ["--heads", "x", "--num-heads", "3"], "--heads decides it"),
-        ("medusa", ["--heads-weight", "3"], "only --joint has another loss beside theirs"),
+        ("mlp_speculator", "--head x --inner-dim 8", "--head decides it"),
+        ("medusa", "--format medusa --draft-vocab-size 20", "no reduced vocabulary"),
+        ("medusa", "--heads x --num-heads 3", "--heads decides it"),
+        ("medusa", "--heads-weight 3", "only --joint has another loss beside theirs"),
         (
             "draft",
-            ["--draft", "x", "--parallel", "--loss", "tvd"],
+            "--draft x --parallel --loss tvd",
             "--loss 'tvd' does not work; --text-weight 1 trains on the text alone",
         ),
-        ("draft", ["--draft", "x", "--on-policy-prompt", "3"], "nothing without --on-policy"),
+        ("draft", "--draft x --on-policy-prompt 3", "nothing without --on-policy"),
         (
             "eagle",
-            ["--variant", "eagle1", "--loss-weight", "0", "--loss", "tvd"],
+            "--variant eagle1 --loss-weight 0 --loss tvd",
             "it weighs nothing: give --loss-weight too",
         ),
         (
             "eagle",
-            ["--variant", "eagle1", "--no-through-steps"],
+            "--variant eagle1 --no-through-steps",
             "--through-steps False does not work; --unroll 1 has no step after the first",
         ),
         (
             "eagle",
-            ["--variant", "eagle1", "--loss-weight", "0", "--feature-weight", "0"],
+            "--variant eagle1 --loss-weight 0 --feature-weight 0",
             "--loss-weight 0.0 does not work; nothing is left to learn",
         ),
-        ("eagle", ["--feature-cache-gigabytes", "3"], "only --feature-cache DIR takes them"),
-        ("eagle", ["--head", "x", "--head-layers", "2"], "--head decides it"),
-        ("mtp", ["--unroll", "1", "--step-decay", "0.2"], "--unroll 1 has no step after"),
+        ("eagle", "--feature-cache-gigabytes 3", "only --feature-cache DIR takes them"),
+        ("eagle", "--head x --head-layers 2", "--head decides it"),
+        ("mtp", "--unroll 1 --step-decay 0.2", "--unroll 1 has no step after"),
         (
             "medusa",
-            ["--schedule", "wsd", "--decay", "2", "--learning-rate-floor", "0.5"],
+            "--schedule wsd --decay 2 --learning-rate-floor 0.5",
             "--learning-rate-floor 0.5 does not work; --schedule wsd has none",
         ),
-        ("dflash", ["--decay", "3"], "--decay 3 does not work; only --schedule wsd has it"),
-        ("hydra", ["--clip", "none", "--clip-at", "5"], "--clip none cuts nothing"),
+        ("dflash", "--decay 3", "--decay 3 does not work; only --schedule wsd has it"),
+        ("hydra", "--clip none --clip-at 5", "--clip none cuts nothing"),
     ],
 )
 def test_an_impossible_run_ends_in_one_line(method, more, message, words, tmp_path, capfd):
-    argv = [*words, "--output", str(tmp_path / "run"), *more]
-    assert distil(method, argv) == 2
+    assert distil(method, [*words, "--output", str(tmp_path / "run")], more) == 2
     printed = capfd.readouterr().err
     assert re.search(message, printed)
     assert printed.startswith("error: ")

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.checkpoints.heads import head_files
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.latent_attention import LatentAttention
 from jspec.models.blocks.mlp import GatedMlpParams
@@ -20,13 +19,6 @@ from training.tasks.mtp import MtpRecipe, MtpTask, early_exit
 
 TARGET = tiny.TARGET.config
 STEPS, DECAY = 3, 0.6
-SIZES = {
-    "num_hidden_layers": TARGET.num_layers,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "rms_norm_eps": 1e-6,
-}
 
 
 def expected(head, batch, factor):
@@ -49,25 +41,15 @@ def expected(head, batch, factor):
 
 
 @pytest.mark.parametrize("name", ["one", pytest.param("two", marks=pytest.mark.slow)])
-def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
+def test_the_loss_is_that_of_drafts_by_plain_torch(name):
+    pytest.importorskip("torch")
     config, params = mtps.CONFIGS[name], mtps.random_params(name)
-    target, mimo = tiny.params().target, mtps.CONFIGS[name].hidden_first
-    written = config if mimo else dataclasses.replace(config, feeds_normed=False)
-    head_files.save_head(tmp_path, written, params, TARGET)
-    head = mtps.reference()(
-        load_file(tmp_path / "model.safetensors"),
-        SIZES,
-        torch.tensor(np.asarray(target.embedding)),
-        torch.tensor(np.asarray(target.head.T)),
-        mimo=mimo,
-        normed=True,
-    )
+    head = mtps.torch_reference(name, params)
     recipe = MtpRecipe(unroll=STEPS, step_decay=DECAY, loss_factor=0.1)
     task, batch = MtpTask(config, TARGET, recipe, "float32"), texts.packed(tiny.VOCAB, rows=1)
-    loss, metrics = jax.jit(task.loss)(params, Frozen(target), batch, jax.random.key(0))
+    loss, metrics = jax.jit(task.loss)(
+        params, Frozen(tiny.params().target), batch, jax.random.key(0)
+    )
     np.testing.assert_allclose(loss, expected(head, batch, 0.1), rtol=1e-4)
     assert {f"accepted_{step}" for step in range(STEPS)} <= set(metrics)
 

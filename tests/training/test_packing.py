@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from training.data.packing import pack, token_counts
@@ -48,7 +48,6 @@ def segments(rows):
 
 
 @given(documents, st.integers(1, 24), st.sampled_from(["best_fit", "none"]))
-@settings(deadline=None)
 def test_every_token_comes_once_and_in_the_order_of_its_document(lengths, length, packing):
     # Pieces of one token predict nothing and are left out: lengths that leave one are avoided.
     lengths = [n if n % (length + 1) != 1 else n + 1 for n in lengths]
@@ -63,7 +62,6 @@ def test_every_token_comes_once_and_in_the_order_of_its_document(lengths, length
 
 
 @given(documents, st.integers(1, 24))
-@settings(deadline=None)
 def test_no_two_windows_of_the_best_fit_could_have_been_one(lengths, length):
     _, rows = whole(lengths, length)
     held = sorted(int((rows[i].segments > 0).sum()) for i in range(len(rows)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training import words
@@ -27,7 +27,6 @@ HOW = ("cut", "truncate", "drop")
     length=st.integers(1, 24),
     how=st.sampled_from(HOW),
 )
-@settings(deadline=None)
 def test_every_token_is_learned_context_or_left_out_with_a_reason(lengths, seed, length, how):
     random = np.random.default_rng(seed)
     total, count = sum(lengths), len(lengths)

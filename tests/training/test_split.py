@@ -127,7 +127,7 @@ def test_answers_that_are_not_learned_belong_to_the_prompt(tmp_path):
     template=st.sampled_from([words.PLAIN, words.FORGETFUL, DEAF]),
     share=st.sampled_from([0.2, 0.5]),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_no_mixture_of_records_puts_a_prompt_on_both_sides(
     tmp_path_factory, lines, template, share
 ):
@@ -147,7 +147,6 @@ hashes = st.lists(st.tuples(st.integers(0, 9), st.integers(10, 19)), min_size=1,
 
 
 @given(hashes, hashes)
-@settings(deadline=None)
 def test_documents_are_linked_by_shared_hashes_and_by_nothing_else(first, second):
     def closure(pairs):
         groups = [set(pair) for pair in pairs]

@@ -10,8 +10,6 @@ from jspec.models.blocks.experts import Experts
 from jspec.models.heads import hydra
 from tests import networks, tiny
 from tests.drafters import heads, hydras, speculators
-from tests.drafters.test_hydra import reference_of as hydra_in_torch
-from tests.drafters.test_mlp_speculator import reference_of as speculator_in_torch
 from tests.training import texts
 from tests.training.texts import log_softmax
 from training.networks.forward import Frozen
@@ -57,16 +55,16 @@ def expected(draft_logits, config, stages, batch, value):
         pytest.param("lstm untied", "labels", False, marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat, tmp_path):
+def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat):
     torch = pytest.importorskip("torch")
     grounded = name in hydras.CONFIGS
-    known, build = (hydras, hydra_in_torch) if grounded else (speculators, speculator_in_torch)
+    known = hydras if grounded else speculators
     config, params, batch = (
         known.CONFIGS[name],
         known.random_params(name),
         texts.packed(tiny.VOCAB, rows=1),
     )
-    reference = build(name, params, tmp_path)
+    reference = known.torch_reference(name, params)
 
     def draft_logits(features, given):
         read = torch.tensor(features if grounded else features[-1])

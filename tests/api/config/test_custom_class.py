@@ -20,8 +20,8 @@ SUCCESSOR = {"model": f"{HERE}.Successor", "num_speculative_tokens": 3, "table":
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+def target(root):
+    return llm_fixtures.loaded(root)["target"]
 
 
 def error_of(given):

@@ -40,11 +40,6 @@ def settings(both, **changes):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "llm"
-
-
-@pytest.fixture(scope="module")
 def results(root):
     both = llm_fixtures.loaded(root)
     steps = []

@@ -27,13 +27,12 @@ ABOUT = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp() / "llm"
-    head = folder / "tuned-eagle3"
+def root(root):
+    head = root / "tuned-eagle3"
     if not head.exists():
-        llm_fixtures.checkpoints(folder)
+        llm_fixtures.checkpoints(root)
         llm_fixtures.write_eagle3_head(head)
-    return folder
+    return root
 
 
 def run(monkeypatch, *arguments):
