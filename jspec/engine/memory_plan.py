@@ -142,14 +142,15 @@ def plan_memory(
     row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
     size = settings.get("block_size") or PAGE_SIZE
     page = row_bytes = _cache_bytes(plan, params, size, share, draft_tensor_parallel_size)
+    left = max(0, device.free - target - drafter - workspace)
     if reads_pages(plan):
         num_pages = _num_pages(page, settings, device, target + drafter, workspace)
+        num_pages = min(num_pages, max(0, left // page - 1)) if page else num_pages
         needed, num_tokens = -(-(longest or 1) // size), num_pages * size
         sequence = (needed + 1) * page
     else:  # every row has the whole length
         size = slots.buffer_size(plan, max_model_len)
         sequence = row_bytes = row
-        left = max(0, device.free - target - drafter - workspace)
         rows = min(max_num_seqs, left // row_bytes) if row_bytes else max_num_seqs
         num_tokens = rows * max_model_len
     return MemoryPlan(

@@ -81,6 +81,7 @@ def complaint(monkeypatch, capsys, *arguments):
         (["--host", "999.1.1.1"], "--host '999.1.1.1' --port 8000: "),
         (["--port", "99999"], "--port"),
         (["--config", "none.yaml"], "--config none.yaml: "),
+        (["--max-num-seqs", "99999999"], "max_num_seqs of at most"),  # for the memory of a machine
         (["--generation-config", "nowhere"], "nowhere"),
         (["--max-model-len", "100000"], "max_model_len=100000 must be"),
     ],

@@ -54,7 +54,8 @@ def planned(config, device=GRAPHICS, settings=None, **changes):
         {"gpu_memory_utilization": 0.01},
     ],
 )
-def test_shapes_say_what_the_loaded_model_and_its_pool_have(paths, method, given):
+def test_shapes_say_what_the_loaded_model_and_its_pool_have(paths, method, given, monkeypatch):
+    monkeypatch.setattr(memory, "this_device", lambda *_: Device(64 * GIB, 32 * GIB, True))
     speculative = method and {"method": method, "num_speculative_tokens": 3}
     if method in ("draft_model", "eagle3"):
         speculative["model"] = str(paths[method.removesuffix("_model")])
@@ -103,10 +104,16 @@ def test_a_state_of_rows_takes_no_pages(attends):
     assert result.token == (2 * 4 * recurrent.SIZE if attends else 0) and result.fits
 
 
+def test_of_the_pages_that_a_cpu_may_have_only_free_memory_counts():
+    host = planned(SIZES, Device(64 * GIB, GIB, is_host=True))
+    free = GIB - host.weights - host.workspace
+    assert host.num_tokens == 64 * (free // (64 * host.token) - 1)
+
+
 @pytest.fixture
 def small(monkeypatch):
     device = Device(2**17, 2**17)
-    monkeypatch.setattr(memory, "this_device", lambda _: device)
+    monkeypatch.setattr(memory, "this_device", lambda *_: device)
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("weights were read"))
     return device
 
