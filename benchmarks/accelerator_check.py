@@ -1,20 +1,23 @@
-"""A check of correctness and speed on an accelerator: ``scripts/accelerator_check.sh``.
+"""A check of speed and correctness on an accelerator: ``scripts/accelerator_check.sh``.
 
     python -m benchmarks.accelerator_check [--out accelerator_check.json] [--only STEP ...]
 
-The steps compare kernels with XLA, run ``jspec certify`` and ``jspec bench`` on the
-embedded model, and time verification at an 8B model's shape. Each step is a process with a time
-limit, so a step that hangs or crashes is a line of the table. Results are written after each step.
-A second run repeats only failed steps, unless the device, the versions or the commit changed.
+The steps compare kernels with XLA, time rounds of an 8B model's shape in ``LLM`` and beside
+transformers, and run ``jspec certify``. Each step is a process with a time limit, so a step that
+hangs or crashes is a line of the table. Results are printed and written after each step. A second
+run repeats only failed steps, unless the device, the versions or the commit changed. ``--tiny``
+tries the check itself, with small sizes and on a CPU too.
 
 This process never touches the device: a TPU admits one process at a time.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,6 +38,7 @@ _MODEL, _SPEC = str(demo.ASSETS / "target"), json.dumps(demo.EAGLE3)
 _SAME = ("device", "versions", "commit")  # earlier results are valid only for the same values
 _TAIL = 20_000  # characters of a failure's output in the results
 _TOTAL = 590.0  # seconds that all steps may take together
+_LEAST_SECONDS = 10.0  # in which no step ends
 _DEVICE_SECONDS = 90.0  # to find a device
 _DESCRIBE = (
     "import json; from jspec.tools.bench import environment; "
@@ -56,12 +60,14 @@ class Step:
       seconds: time limit.
       judge: maps its JSON to (success, summary).
       flags: of XLA.
+      tiny: more options, with which it tries small sizes.
     """
 
     command: tuple[str, ...]
     seconds: float
     judge: Callable[[Any], tuple[bool, str]]
     flags: str = ""
+    tiny: str = ""
 
 
 def _kernels(results: dict) -> tuple[bool, str]:
@@ -89,13 +95,28 @@ def _certificate(results: dict) -> tuple[bool, str]:
     return results["passed"], f"{len(results['findings'])} findings, {failed} failed"
 
 
-def _bench(results: dict) -> tuple[bool, str]:
+def _rounds(results: dict) -> tuple[bool, str]:
     words = [
-        f"{row['name']} {row['tokens_per_second']['median']:.0f} tokens/s"
-        f" ({row['speedup']['median']:.2f})"
+        f"{row['slots']} of {row['context']} tokens {row['ms_per_round']:.2f} ms"
+        f" ({row['times_minimum']:.2f} of the minimum)"
         for row in results["rows"]
     ]
     return bool(words), "; ".join(words)
+
+
+def _peers(results: dict) -> tuple[bool, str]:
+    failed = [
+        f"{name}: {each['failed']}"
+        for name, each in results["programs"].items()
+        if "failed" in each
+    ]
+    words = [
+        f"{row['program']} {row['mode']}, batch {row['batch']}: "
+        + (row.get("failed") or f"{row['ms_per_token']:.2f} ms a token")
+        for row in results["rows"]
+    ]
+    well = bool(words) and not failed and not any("failed" in row for row in results["rows"])
+    return well, "; ".join(failed + words)
 
 
 def _passes(results: dict) -> tuple[bool, str]:
@@ -106,40 +127,51 @@ def _certify(*more: str) -> tuple[str, ...]:
     return _PYTHON, "-m", "jspec", "certify", *more, "--json", "{out}"
 
 
-def _compare(operation: str, seconds: int, *more: str) -> Step:
-    words = ("--operations", operation, "--repeats", "3", "--seconds", f"{seconds - 20}", *more)
-    command = (_PYTHON, "-m", "benchmarks.kernels", *words, "--json", "{out}")
-    return Step(command, seconds, _kernels)
+def _compare(operation: str, seconds: int, options: str, tiny: str) -> Step:
+    start = f"-m benchmarks.kernels --operations {operation} --repeats 3 --seconds {seconds - 20}"
+    return Step(_words(f"{start} {options} --json {{out}}"), seconds, _kernels, tiny=tiny)
 
 
-# The most important cases come first: a slow compiler leaves no time for the last.
+def _rounds_of_llm(seconds: int, options: str, flags: str = "") -> Step:
+    start = f"-m benchmarks.rounds --llm --methods none --repeats 3 --seconds {seconds - 40}"
+    tiny = "--shape tiny --layers 1 --slots 1 2 --prompt-tokens 40 --max-tokens 16 --repeats 1"
+    return Step(_words(f"{start} {options} --out {{out}}"), seconds, _rounds, flags, tiny)
+
+
+def _words(options: str) -> tuple[str, ...]:
+    return _PYTHON, *shlex.split(options)
+
+
+# Figures come before certificates, and the most important cases first: a slow compiler leaves no
+# time for the last.
+_FEW_LAYERS = "--layers 8 --slots 1 --prompt-tokens 1000"
 STEPS = {
-    "attention": _compare(
+    "attention over pages": _compare(
         "tree_attention",
-        90,
-        "--batch",
-        "1",
-        "8",
-        "--lengths",
-        "8192",
-        "--cases",
-        "a chain of 4",
-        "a tree of 61",
-        "a window and a soft cap",
-        "one node",
-        "80 features",
+        75,
+        "--pages 64 --batch 1 8 --lengths 8192 --cases 'a chain of 4' 'one node' 'a tree of 61' "
+        "'a window and a soft cap' '80 features'",
+        tiny="--batch 1 --lengths 256 --cases 'one node' --repeats 1",
+    ),
+    "rounds": _rounds_of_llm(150, "--slots 1 8 32 --prompt-tokens 1000 8000"),
+    "peers": Step(
+        _words("-m benchmarks.gpu_peers --peer {peer} --seconds 110 --out {out}"),
+        160,
+        _peers,
+        tiny="--config tiny --dtype float32 --batch 1 2 --prompt-tokens 40 --max-tokens 12 "
+        "--repeats 1",
+    ),
+    "command buffers": _rounds_of_llm(45, _FEW_LAYERS),
+    "no command buffers": _rounds_of_llm(45, _FEW_LAYERS, "--xla_gpu_enable_command_buffer="),
+    "command buffers around loops": _rounds_of_llm(
+        45, _FEW_LAYERS, "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
     ),
     "sampling": _compare(
         "rejection_sampling",
-        60,
-        "--batch",
-        "8",
-        "--cases",
-        "a chain of 8",
-        "a tree of 64",
-        "a chain of 5 under block",
-        "a chain of 4 over an odd vocabulary",
-        "a tree of 8 under block",
+        45,
+        "--batch 8 --cases 'a chain of 8' 'a tree of 64' 'a chain of 5 under block' "
+        "'a chain of 4 over an odd vocabulary' 'a tree of 8 under block'",
+        tiny="--batch 1 --cases 'a chain of 1' --repeats 1",
     ),
     "rules": Step(_certify(), 50, _certificate),
     "demo, float32": Step(
@@ -154,32 +186,13 @@ STEPS = {
         _certificate,
         _QUICK_COMPILE,
     ),
-    "latency": Step(
-        (_PYTHON, "-m", "jspec", "bench", "--repeats", "3", "--no-peers", "--json", "{out}"),
-        90,
-        _bench,
-    ),
     "verifying": Step(
-        (
-            _PYTHON,
-            "-m",
-            "benchmarks.rounds",
-            "--fit",
-            "--nodes",
-            "1",
-            "2",
-            "4",
-            "8",
-            "16",
-            "32",
-            "64",
-            "--prompt-tokens",
-            "8192",
-            "--out",
-            "{out}",
+        _words(
+            "-m benchmarks.rounds --fit --nodes 1 2 4 8 16 32 64 --prompt-tokens 8192 --out {out}"
         ),
         85,
         _passes,
+        tiny="--shape tiny --slots 1 --nodes 1 8 --prompt-tokens 64 --repeats 1",
     ),
 }
 
@@ -281,11 +294,28 @@ def check(
         if name in results["steps"]:
             console.print(f"{name}: done before")
             continue
-        limit = max(1.0, min(steps[name].seconds, end - time.perf_counter()))
+        left = end - time.perf_counter()
+        if left < _LEAST_SECONDS:
+            console.print(f"{name}: not begun after {_TOTAL:.0f} s; run the check again")
+            continue
+        limit = min(steps[name].seconds, left)
         with console.status(f"{name}, {limit:.0f} s at most"):
-            results["steps"][name] = run(steps[name], limit, results["device"]["platform"])
+            done = run(steps[name], limit, results["device"]["platform"])
+        results["steps"][name] = done
+        verdict = "well" if done["well"] else "NOT WELL"
+        console.print(f"{name}: {verdict}, {done['seconds']:.0f} s. {done['words']}", markup=False)
         files.write_json(results, out)
     return results
+
+
+def steps_of(names: list[str], peer: str, tiny: bool) -> dict[str, Step]:
+    """Return the steps by name, with the Python that has torch, and small sizes if ``tiny``."""
+    steps = {name: STEPS[name] for name in STEPS if name in names}
+    for name, step in steps.items():
+        words = (peer if word == "{peer}" else word for word in step.command)
+        more = shlex.split(step.tiny) if tiny else ()
+        steps[name] = dataclasses.replace(step, command=(*words, *more))
+    return steps
 
 
 def table(results: dict[str, Any]) -> Table:
@@ -307,15 +337,20 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("accelerator_check.json"))
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--cpu", action="store_true", help="try the check itself, on a CPU")
+    parser.add_argument("--peer", help="Python with torch and transformers; this one if left out")
+    parser.add_argument("--tiny", action="store_true", help="try the check itself, also on a CPU")
     arguments = parser.parse_args()
     console = Console()
+    if arguments.peer is None and importlib.util.find_spec("torch") is None:
+        console.print("peers: left out, since torch is not installed; --peer PYTHON names another")
+        arguments.only = [name for name in arguments.only if name != "peers"]
+    steps = steps_of(arguments.only, arguments.peer or _PYTHON, arguments.tiny)
     # A signal, such as a lost connection, also ends the running step.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        results = check(arguments.out, arguments.only, STEPS, device(arguments.cpu), console)
+        results = check(arguments.out, list(steps), steps, device(arguments.tiny), console)
     except NoAccelerator as error:
         console.print(f"there is no GPU or TPU to check: {error}", markup=False)
         return 2
@@ -324,7 +359,7 @@ def main() -> int:
         return 130
     console.print(table(results))
     console.print(f"wrote {arguments.out}: please send it back")
-    return 0 if all(results["steps"][name]["well"] for name in arguments.only) else 1
+    return 0 if all(results["steps"].get(name, {}).get("well") for name in steps) else 1
 
 
 if __name__ == "__main__":

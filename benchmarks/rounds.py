@@ -2,6 +2,7 @@
 
     python -m benchmarks.rounds [--shape Llama-3.1-8B] [--layers N] [--out FILE.json]
     python -m benchmarks.rounds --target MODEL --methods none ngram [--out FILE.json]
+    python -m benchmarks.rounds --llm --slots 1 8 32 --prompt-tokens 1000 8000 [--out FILE.json]
     python -m benchmarks.rounds --nodes 1 2 4 8 16 [--attention xla pallas_gpu] [--out FILE.json]
 
 Without ``--target``, weights of the shape are random, so the target accepts hardly any draft. The
@@ -13,16 +14,22 @@ cached one.
 With ``--nodes`` a row is a pass of the target over so many nodes of a chain, without an engine. A
 pass reads every weight and the whole prefix for any number of nodes, so a few nodes should cost
 hardly more than one.
+
+With ``--llm`` one ``LLM`` of a method runs all rows with its defaults. ``minimum_ms`` is the time
+to read the target's weights and the committed tokens' KV once, at the bandwidth measured in the
+same run. The embedding does not count, because a round reads few of its rows.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +39,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernels import XLA, kernels
+import jspec
+from benchmarks.kernels import XLA, bandwidth, kernels
 from jspec.api import config
 from jspec.api.build import build_plan
-from jspec.checkpoints import loading
+from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Params
 from jspec.drafters.eagle import Eagle
+from jspec.engine import memory
 from jspec.engine.engine import Engine
-from jspec.engine.pages import Pool
+from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes
 from jspec.engine.plan import Plan
 from jspec.engine.programs import Programs
 from jspec.engine.sequences import SequenceParams
@@ -94,9 +103,13 @@ def plan_of(target: LoadedModel, method: str) -> tuple[Plan, Params]:
     """Return the plan of a method and its weights."""
     if method == "eagle3":
         return eagle3(target)
-    asked = {"method": method, "num_speculative_tokens": _NUM_DRAFTED} if method != "none" else None
-    made = build_plan(target, config.read(asked))
+    made = build_plan(target, config.read(config_of(method)))
     return made.plan, made.params
+
+
+def config_of(method: str) -> dict | None:
+    """Return the speculative_config of a method without weights."""
+    return None if method == "none" else {"method": method, "num_speculative_tokens": _NUM_DRAFTED}
 
 
 def engine_of(
@@ -139,16 +152,72 @@ def first_tokens(
     }
 
 
-def seconds_of_round(engine: Engine, work: Sequence[SequenceParams]) -> float:
-    """Return the seconds of a round while every slot is taken."""
+def seconds_of_round(run: Callable[[int], float], most: int) -> float:
+    """Return the seconds of a round; ``run`` maps the tokens of an answer to its rounds."""
     taken, counts = [], []
-    for tokens in (_SHORT, None):
-        rows = [dataclasses.replace(each, max_tokens=tokens or each.max_tokens) for each in work]
+    for tokens in (_SHORT, most):
         begin = time.perf_counter()
-        answers = engine.run(rows)
+        counts.append(run(tokens))
         taken.append(time.perf_counter() - begin)
-        counts.append(max(answer.rounds for answer in answers))
     return (taken[1] - taken[0]) / (counts[1] - counts[0])
+
+
+def rounds_of_engine(engine: Engine, work: Sequence[SequenceParams], tokens: int) -> int:
+    """Answer with so many tokens, every slot taken; return the rounds of the slowest row."""
+    rows = [dataclasses.replace(each, max_tokens=tokens) for each in work]
+    return max(answer.rounds for answer in engine.run(rows))
+
+
+def rounds_of_llm(
+    llm: jspec.LLM, drawn: Sequence[Sequence[int]], temperature: float, tokens: int
+) -> float:
+    """Answer with so many tokens; return the rounds of the slowest row."""
+    params = jspec.SamplingParams(
+        temperature=temperature,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in drawn], params)
+    slowest = min(each.speculative_decoding_stats["tokens_per_pass"] for each in outputs)
+    return tokens / slowest
+
+
+def minimumsize_of(target: LoadedModel, slots: int, context: int) -> int:
+    """Return the bytes of the weights and of the live KV that a round reads at least."""
+    plan, params = plan_of(target, "none")
+    weights = target.params if target.params.head is None else target.params.replace(embedding=())
+    kv = page_bytes(plan, params, PAGE_SIZE, memory.dtype_of_pages(params)) // PAGE_SIZE
+    return size_of(weights) + slots * context * kv
+
+
+def row_of_llm(
+    llm: jspec.LLM, method: str, slots: int, length: int, settings: argparse.Namespace, speed: float
+) -> dict:
+    """Measure so many sequences in an ``LLM``; ``speed`` is in bytes per second."""
+    target = llm.build.model
+    drawn = prompts(slots, length, target.config.vocab_size)
+    run = functools.partial(rounds_of_llm, llm, drawn, settings.temperature)
+    begin = time.perf_counter()
+    for tokens in (settings.max_tokens, _SHORT):
+        run(tokens)
+    compiled = time.perf_counter() - begin
+    times = [seconds_of_round(run, settings.max_tokens) for _ in range(settings.repeats)]
+    context = length + settings.max_tokens // 2
+    least = minimumsize_of(target, slots, context)
+    return {
+        "method": method,
+        "page_size": PAGE_SIZE,
+        "slots": slots,
+        "context": context,
+        "ms_per_round": round(1e3 * statistics.median(times), 3),
+        "ms_least": round(1e3 * min(times), 3),
+        "bytes_per_second": round(speed),
+        "minimum_bytes": least,
+        "minimum_ms": round(1e3 * least / speed, 3),
+        "times_minimum": round(statistics.median(times) * speed / least, 3),
+        "compile_seconds": round(compiled, 1),
+    }
 
 
 def row(
@@ -170,7 +239,8 @@ def row(
     Programs(engine).compile(work)
     engine.run(work)
     compiled = time.perf_counter() - begin
-    times = [seconds_of_round(engine, work) for _ in range(settings.repeats)]
+    run = functools.partial(rounds_of_engine, engine, work)
+    times = [seconds_of_round(run, settings.max_tokens) for _ in range(settings.repeats)]
     first = {}
     if size and method == "none":
         first = first_tokens(plan, params, length, size, settings.repeats)
@@ -229,13 +299,19 @@ def pass_row(
 
 
 def rows_of(target: LoadedModel, settings: argparse.Namespace) -> Iterator[dict]:
-    """Measure passes over ``--nodes``, or rounds of engines without them."""
+    """Measure passes over ``--nodes``, or rounds of an ``LLM`` or of engines."""
     lengths = settings.prompt_tokens
     if settings.nodes:
         for name, slots, length, nodes in itertools.product(
             settings.attention, settings.slots, lengths, settings.nodes
         ):
             yield pass_row(target, name, nodes, slots, length, settings.repeats)
+        return
+    if settings.llm:
+        speed = bandwidth()
+        llms = {name: jspec.LLM(target, config_of(name)) for name in settings.methods}
+        for slots, name, length in itertools.product(settings.slots, llms, lengths):
+            yield row_of_llm(llms[name], name, slots, length, settings, speed)
         return
     for slots, size, method, length in itertools.product(
         settings.slots, settings.page_sizes, settings.methods, lengths
@@ -252,29 +328,34 @@ def table(rows: Sequence[dict]) -> Table:
     return shown
 
 
-def target_of(settings: argparse.Namespace) -> LoadedModel:
-    """Return the model of ``--target``, or one of the shape with random weights."""
+def target_of(settings: argparse.Namespace, folder: str) -> LoadedModel:
+    """Return the model of ``--target``, or one of the shape with random weights.
+
+    ``folder`` gets the config.json of the shape.
+    """
     if settings.target is not None:
         return loading.load(settings.target, settings.weights)
     shape = SHAPES[settings.shape]
+    raw = checkpoint.hf_config(shape)
+    Path(folder, "config.json").write_text(json.dumps(raw), encoding="utf-8")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     shape = dataclasses.replace(shape, cache_dtype=dtype, activation_dtype=dtype)
     init = functools.partial(decoder.init_params, jax.random.key(0), dtype=settings.weights)
     count = settings.layers or shape.num_layers
     while True:
         shape = dataclasses.replace(shape, layers=shape.layers[:1] * count)
-        is_small = 2 * _bytes(jax.eval_shape(functools.partial(init, shape))) <= _room()
+        is_small = 2 * size_of(jax.eval_shape(functools.partial(init, shape))) <= room()
         if is_small or not settings.fit or count == 1:
-            return LoadedModel(settings.shape, shape, jax.block_until_ready(init(shape)), {})
+            return LoadedModel(folder, shape, jax.block_until_ready(init(shape)), raw)
         count -= 1
 
 
-def _bytes(tree: Any) -> int:
+def size_of(tree: Any) -> int:
     """Return the bytes of the arrays of a pytree, which may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _room() -> int:
+def room() -> int:
     """Return the free bytes of the device, or the memory of the machine."""
     if stats := jax.local_devices()[0].memory_stats():
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -293,6 +374,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="of passes, not rounds")
     names = [XLA, *kernels()]
     parser.add_argument("--attention", nargs="+", default=names, help="back-ends of passes")
+    parser.add_argument("--llm", action="store_true", help="LLM with its defaults, not engines")
     parser.add_argument("--methods", nargs="+", choices=_METHODS, default=_METHODS)
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[0, 128], help="0: contiguous")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 8])
@@ -304,13 +386,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after")
     parser.add_argument("--out", type=Path)
     settings = parser.parse_args(words)
+    if settings.llm and "eagle3" in settings.methods:
+        parser.error("--llm has no head of random weights; add --methods none ngram.")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(target_of(settings, folder), settings)
+
+
+def measure(target: LoadedModel, settings: argparse.Namespace) -> None:
+    """Measure every row that begins in time."""
     end = time.monotonic() + settings.seconds
-    target = target_of(settings)
     facts = {
         "shape": settings.shape if settings.target is None else str(target.path),
         "layers": target.config.num_layers,
         "weights": settings.weights,
-        "weight_bytes": _bytes(target.params),
+        "weight_bytes": size_of(target.params),
     }
     results = environment.describe("benchmarks.rounds") | facts | {"rows": []}
     for measured in rows_of(target, settings):

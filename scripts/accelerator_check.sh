@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks correctness and speed of jspec on a fresh machine with a GPU or TPU. Takes under ten
-# minutes after the installation, may be interrupted, and writes accelerator_check.json.
+# Checks speed and correctness of jspec on a fresh machine with a GPU or TPU, in at most ten
+# minutes after the installation. May be interrupted, and writes accelerator_check.json.
+# Options are those of benchmarks.accelerator_check: --tiny tries it, --peer names a Python with torch.
 #
 # PYTHON names the interpreter (3.11 or newer). Its JAX is used if it is 0.10 or newer and sees the
 # accelerator; otherwise one is installed. The script installs into its own environment; delete that
