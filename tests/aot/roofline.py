@@ -6,17 +6,20 @@ better; ``--write`` renews them there and in docs/tpu_and_gpu.md. Exits with 1 i
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
+from tests.aot.cells import MODELS, Cell
 from tests.aot.devices import DEVICES, lines_of
 
 PATH = Path(__file__).with_name("roofline.json")
 PAGE = Path(__file__).parents[2] / "docs" / "tpu_and_gpu.md"
-MODELS = ("llama-8b", "llama-70b", "gemma-27b")
 # Figures that may only fall, and the growth that compilers may cause by chance.
 _COMPARED = {
     "ratio": 0.01,
@@ -38,10 +41,10 @@ def main() -> int:
     )
     grid = [
         ("device", str, ("v6e", "h200"), tuple(DEVICES)),
-        ("model", str, ("llama-8b",), MODELS),
-        ("batch", int, (1, 8), None),
+        ("model", str, ("llama-8b",), tuple(MODELS)),
+        ("batch", int, (1, 8), (1, 8, 32)),
         ("context", int, (2048,), (2048, 8192)),
-        ("nodes", int, (1, 5), None),
+        ("nodes", int, (1, 5), (1, 5, 16)),
         ("attention", str, ("xla",), ("xla", "kernel")),
         ("tp", int, (1,), (1,)),  # more with partition rules
     ]
@@ -53,15 +56,19 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the figures into the table")
     arguments = parser.parse_args()
     table, failures = load(), []
+    if table["jax"] != jax.__version__:
+        print(f"The table is of JAX {table['jax']}, not {jax.__version__}: nothing is compared.")
+        table = {"jax": jax.__version__, "devices": {}}
+    is_new = arguments.write or not table["devices"]
     for cell in _cells(arguments, [name for name, *_ in grid]):
-        device = cell["device"]
-        for line in lines_of("tests.aot.measure", json.dumps(cell), timeout=arguments.timeout):
+        device, fields = cell.device, json.dumps(dataclasses.asdict(cell))
+        for line in lines_of("tests.aot.measure", fields, timeout=arguments.timeout):
             rows = table["devices"].setdefault(device, {})
             name, figures = line["program"], line.get("figures")
             if figures is None:
                 problems = [line["error"].splitlines()[0]]
             else:
-                problems = [] if arguments.write else regressions(rows.get(name), figures)
+                problems = [] if is_new else regressions(rows.get(name), figures)
                 rows[name] = figures
             failures += [f"{device}: {name} {problem}" for problem in problems]
             print(device, "WORSE" if problems else "ok", name, figures, *problems, flush=True)
@@ -71,21 +78,22 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _cells(arguments: argparse.Namespace, names: list[str]) -> Iterator[dict]:
-    """Yield the fields of the cells that are asked for."""
+def _cells(arguments: argparse.Namespace, names: list[str]) -> Iterator[Cell]:
+    """Yield the cells of the lists of ``arguments`` by ``names``."""
     for values in itertools.product(*(getattr(arguments, name) for name in names)):
-        yield dict(
-            zip(names, values, strict=True), sampled=arguments.sampled, layouts=arguments.layouts
-        )
+        fields = dict(zip(names, values, strict=True))
+        yield Cell(**fields, sampled=arguments.sampled, layouts=arguments.layouts)
 
 
 def load() -> dict:
-    """Return ``{"devices": {"v6e": {cell: figures}}}``."""
+    """Return ``{"jax": version, "devices": {"v6e": {cell: figures}}}``."""
     return json.loads(PATH.read_text())
 
 
 def save(table: dict) -> None:
-    """Write the table, and its lines in the docs."""
+    """Write the table, in order, and its lines in the docs."""
+    devices = {name: dict(sorted(rows.items())) for name, rows in sorted(table["devices"].items())}
+    table = {**table, "devices": devices}
     PATH.write_text(json.dumps(table, indent=1) + "\n")
     text = PAGE.read_text()
     PAGE.write_text(text.replace(shown(text), markdown(table)))
