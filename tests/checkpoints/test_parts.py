@@ -95,8 +95,8 @@ def test_columns_of_a_quantised_tensor_are_those_of_all_of_it(kind):
         np.testing.assert_array_equal(tensor[3:9, begin:end], tensor[3:9][:, begin:end])
 
 
-def test_a_sharding_of_one_device_gives_the_weights_of_none(tmp_path_factory):
-    path = llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "llm")["target"]
+def test_a_sharding_of_one_device_gives_the_weights_of_none(root):
+    path = llm_fixtures.checkpoints(root)["target"]
     asked, sharding = [], SingleDeviceSharding(jax.devices()[0])
     loaded = checkpoint.load_pretrained(path, sharding=lambda path: asked.append(path) or sharding)
     plain = checkpoint.load_pretrained(path)
@@ -119,8 +119,8 @@ print(json.dumps([len(shards), list(shards[0].data.shape), list(plain.layers[0].
 """
 
 
-def test_eight_devices_hold_the_parts_of_one(tmp_path_factory):
-    path = llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "llm")["target"]
+def test_eight_devices_hold_the_parts_of_one(root):
+    path = llm_fixtures.checkpoints(root)["target"]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(path)],

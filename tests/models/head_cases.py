@@ -1,16 +1,30 @@
 """Tiny random EAGLE and Medusa heads in every published layout, as torch tensors and configs."""
 
+import functools
 import json
 
+import jax
 import pytest
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
+from jspec.models import decoder  # noqa: E402
 from tests import networks  # noqa: E402
 
 VOCAB, REDUCED, WIDTH, LAYERS = 64, 24, 32, 8
 TARGET = networks.small(vocab_size=VOCAB, hidden_size=WIDTH, num_layers=LAYERS, max_positions=512)
+
+
+@functools.cache
+def target_params():
+    """Return weights of the target, with varied embeddings and outputs."""
+    return decoder.init_params(jax.random.key(3), TARGET).replace(
+        head=jax.random.normal(jax.random.key(4), (WIDTH, VOCAB)) / 6,
+        embedding=jax.random.normal(jax.random.key(5), (VOCAB, WIDTH)),
+    )
+
+
 _SIZES = {
     "model_type": "llama",
     "hidden_size": WIDTH,

@@ -1,7 +1,5 @@
 """Tests of DFlash and DSpark heads, loaded from torch's files, against plain torch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,19 +12,11 @@ from jspec.models.heads import dflash, dspark, network
 
 torch = pytest.importorskip("torch")
 from tests.models import dflash_cases, head_cases, torch_dflash  # noqa: E402
-from tests.models.head_cases import TARGET, VOCAB, WIDTH  # noqa: E402
+from tests.models.head_cases import TARGET, WIDTH, target_params  # noqa: E402
 
 TOLERANCE = 1e-4
 CONTEXT, CHUNK = 9, 5  # positions that the target has computed, the first 5 in one chunk
 MODEL = decoder.Decoder(TARGET)
-
-
-@functools.cache
-def target_params():
-    return decoder.init_params(jax.random.key(3), TARGET).replace(
-        head=jax.random.normal(jax.random.key(4), (WIDTH, VOCAB)) / 6,
-        embedding=jax.random.normal(jax.random.key(5), (VOCAB, WIDTH)),
-    )
 
 
 def draft_hidden(params, config, states, root, depth):

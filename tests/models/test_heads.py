@@ -16,19 +16,11 @@ from jspec.models.heads.network import embed
 
 torch = pytest.importorskip("torch")
 from tests.models import head_cases, torch_heads  # noqa: E402
-from tests.models.head_cases import REDUCED, TARGET, VOCAB, WIDTH  # noqa: E402
+from tests.models.head_cases import REDUCED, TARGET, VOCAB, WIDTH, target_params  # noqa: E402
 
 TOLERANCE = 1e-4
 ROWS, CHUNK, STEPS = 8, 5, 3  # rows of true features, the first 5 in one chunk; self-fed rows
 MODEL = decoder.Decoder(TARGET)
-
-
-@functools.cache
-def target_params():
-    return decoder.init_params(jax.random.key(3), TARGET).replace(
-        head=jax.random.normal(jax.random.key(4), (WIDTH, VOCAB)) / 6,
-        embedding=jax.random.normal(jax.random.key(5), (VOCAB, WIDTH)),
-    )
 
 
 def to_torch(array):

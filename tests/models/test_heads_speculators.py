@@ -15,14 +15,8 @@ from speculators.models.eagle3 import Eagle3DraftModel  # noqa: E402
 from jspec.checkpoints import checkpoint  # noqa: E402
 from jspec.checkpoints.heads import head_files  # noqa: E402
 from tests.models import head_cases  # noqa: E402
-from tests.models.head_cases import TARGET, VOCAB, WIDTH  # noqa: E402
-from tests.models.test_heads import (  # noqa: E402
-    ROWS,
-    STEPS,
-    TOLERANCE,
-    draft_logits,
-    target_params,
-)
+from tests.models.head_cases import TARGET, VOCAB, WIDTH, target_params  # noqa: E402
+from tests.models.test_heads import ROWS, STEPS, TOLERANCE, draft_logits  # noqa: E402
 
 CASES = [name for name in head_cases.EAGLE_CASES if name.startswith("speculators")]
 

@@ -37,8 +37,8 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "llm")["target"]
+def target(root):
+    return llm_fixtures.checkpoints(root)["target"]
 
 
 def test_a_round_reads_the_weights_and_the_live_cache_once(llama):

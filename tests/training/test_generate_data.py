@@ -25,6 +25,7 @@ CHATS = [
     {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "old"}]}
     for text in ("the quick brown", "def add", "grüße", "the the the", "lazy dog", "x + y")
 ]
+OPTIONS = "--max-new-tokens 12 --batch 2 --temperature 0 1"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
 
 
@@ -45,22 +46,8 @@ def write(path, lines):
 
 
 def arguments(target, prompts, output, *more):
-    return [
-        "--target",
-        str(target),
-        "--prompts",
-        str(prompts),
-        "--output",
-        str(output),
-        "--max-new-tokens",
-        "12",
-        "--batch",
-        "2",
-        "--temperature",
-        "0",
-        "1",
-        *more,
-    ]
+    files = ["--target", str(target), "--prompts", str(prompts), "--output", str(output)]
+    return [*files, *OPTIONS.split(), *more]
 
 
 def lines_of(path):
