@@ -30,7 +30,7 @@ _COMPARED = {
 }
 _HEAD = (
     "| device | launch | GB a round | over minimum | collectives | weights copied | caches copied "
-    "| temporaries | compile of 4 layers, s |"
+    "| temporaries | memory, GB | compile of 4 layers, s |"
 )
 
 
@@ -122,6 +122,7 @@ def markdown(table: dict) -> str:
                 f"{100 * row['weight_copies']:.0f} %",
                 f"{row['cache_copies']}",
                 f"{row['temporaries']:.3f}",
+                f"{row['memory']:.0f}",
                 f"{row['seconds']}",
             )
             lines.append(" | ".join((f"| {device}", name, *facts)) + " |")
