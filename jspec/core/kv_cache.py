@@ -81,9 +81,11 @@ def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCach
 
 def over_caches(function: Callable[..., Any], *trees: Any) -> Any:
     """Map the caches of pytrees of one structure; the other leaves of the first tree stay."""
-    is_cache = lambda x: isinstance(x, KVCache)
-    apply = lambda x, *others: function(x, *others) if is_cache(x) else x
-    return jax.tree.map(apply, *trees, is_leaf=is_cache)
+
+    def apply(x: Any, *others: Any) -> Any:
+        return function(x, *others) if isinstance(x, KVCache) else x
+
+    return jax.tree.map(apply, *trees, is_leaf=lambda x: isinstance(x, KVCache))
 
 
 def caches_of(tree: Any) -> list[KVCache]:

@@ -126,5 +126,8 @@ def write(scores: Logprobs, new: Logprobs, start: Array) -> Logprobs:
     """Write new scores [B, M] from position ``start`` [B] on."""
     rows = jnp.arange(len(start))[:, None]
     positions = start[:, None] + jnp.arange(new.rank.shape[1])
-    put = lambda old, new: old.at[rows, positions].set(new.astype(old.dtype), mode="drop")
-    return jax.tree.map(put, scores, new)
+    return jax.tree.map(
+        lambda old, new: old.at[rows, positions].set(new.astype(old.dtype), mode="drop"),
+        scores,
+        new,
+    )

@@ -49,12 +49,28 @@ class Filter(Parameter):
 
 _TEMPERATURE = f"0 (greedy), or {COLDEST} to {HOTTEST}; values between 0 and "
 _TEMPERATURE += f"{COLDEST} are too close to 0 to divide by"
-_is_temperature = lambda value: is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
-_is_top_k, _count = lambda value: is_whole(value, -1), lambda value: max(int(value), 0)
-_is_top_p = lambda value: is_real(value) and 0 < value <= 1
-_share = lambda value: max(float(value), _LEAST_TOP_P)
 _TOP_K = "a whole number from 1 to 2**31 - 1, or 0 to turn it off"
 _TOP_P = "in (0, 1]; 1 turns it off"
+
+
+def _is_temperature(value: Any) -> bool:
+    return is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
+
+
+def _is_top_k(value: Any) -> bool:
+    return is_whole(value, -1)
+
+
+def _count(value: Any) -> int:
+    return max(int(value), 0)
+
+
+def _is_top_p(value: Any) -> bool:
+    return is_real(value) and 0 < value <= 1
+
+
+def _share(value: Any) -> float:
+    return max(float(value), _LEAST_TOP_P)
 
 
 def _keep_min_p(logits: Array, min_p: Array) -> Array:

@@ -73,8 +73,9 @@ def empty(max_depth: int) -> Answer:
 def prompt_scores(scoring: Scoring, parts: Sequence[Logprobs], row: int = 0) -> Logprobs:
     """Return the scores of a row's prompt, from those of its chunks [Q, C]."""
     parts = [scoring.empty(row + 1, 0), *parts]
-    join = lambda *parts: np.concatenate([part[row] for part in parts])
-    return jax.tree.map(join, *jax.device_get(parts))
+    return jax.tree.map(
+        lambda *parts: np.concatenate([part[row] for part in parts]), *jax.device_get(parts)
+    )
 
 
 def extended(
@@ -134,8 +135,9 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
 def _of_one_width(*nodes: Any) -> Any:
     """Pad the nodes [r, N] of launches with -1: their drafts may have different lengths."""
     most = max((leaf.shape[1] for leaf in jax.tree.leaves(nodes)), default=0)
-    pad = lambda leaf: np.pad(leaf, ((0, 0), (0, most - leaf.shape[1])), constant_values=-1)
-    return jax.tree.map(pad, nodes)
+    return jax.tree.map(
+        lambda leaf: np.pad(leaf, ((0, 0), (0, most - leaf.shape[1])), constant_values=-1), nodes
+    )
 
 
 def _joined(old: Any, new: Any) -> Any:

@@ -8,6 +8,8 @@ That happens in a loop of zero or more turns and not in a branch: a loop updates
 whereas a cache that leaves a branch is copied.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,7 @@ def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) 
 
     def put(buffer: Array, feature: Array) -> Array:
         fresh = jnp.take_along_axis(feature, verdict.path[..., None], 1).astype(buffer.dtype)
-        write = lambda buffer, fresh, slot: lax.dynamic_update_slice_in_dim(buffer, fresh, slot, 0)
+        write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
         return jax.vmap(write)(buffer, fresh, missing)
 
     return tuple(map(put, waiting, out.features))

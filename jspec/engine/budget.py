@@ -5,8 +5,8 @@ path are all accepted, estimated from the row's past. A pass of a certain size i
 token for each unfinished row, and one for each survivor. The round takes the pass that emits the
 most tokens a second, by the measured seconds of rounds, and in it the nodes that survive likeliest.
 
-All of this is known before the round, and nothing depends on a drafted token. So every rule stays
-exact.
+All of this is computed before the round, and nothing depends on a drafted token. So every rule
+stays exact.
 """
 
 import jax.numpy as jnp

@@ -7,9 +7,10 @@ Who shares the batch, and when a sequence joined, does not change its text: nois
 the sequence's seed and position, and every row is computed for itself. A sequence that is preempted
 is prefilled again with what it had generated. Rounds end where launches end, so no round is cut.
 
-If a step fails, what the device held is lost, and who caused it is not known. All sequences that
-ran start again from their texts, each one alone for a launch. One that fails alone ends by the
-error. So do one whose prompt or grammar raises on the host, and one whose listener does, at once.
+If a step fails, what the device held is lost, and no sequence can be named as its cause. All
+sequences that ran start again from their texts, each one alone for a launch. One that fails alone
+ends by the error. So do one whose prompt or grammar raises on the host, and one whose listener
+does, at once.
 """
 
 import collections

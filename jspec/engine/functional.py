@@ -88,8 +88,10 @@ def generate(
     drafter = NoDrafter() if drafter is None else drafter
     plan, profile = Plan(target, drafter, rule), Profile(nodes=record_nodes)
     settings |= {"max_tokens": max_new_tokens, "seed": seed}
-    sequence = lambda index, prompt: SequenceParams(_token_ids(prompt), stream=index, **settings)
-    sequences = [sequence(*numbered) for numbered in enumerate(prompts)]
+    sequences = [
+        SequenceParams(_token_ids(prompt), stream=index, **settings)
+        for index, prompt in enumerate(prompts)
+    ]
     return generate_sequences(plan, Params(params, drafter_params), sequences, profile=profile)
 
 

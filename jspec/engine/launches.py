@@ -77,12 +77,14 @@ def empty(
     size = rounds * (max_depth + 1)
     scores = None if scoring is None else scoring.empty(batch, size)
     passed = jnp.zeros(rounds, jnp.int32)
-    counts = unset(), unset(), unset(), passed
     captured = captured or {}
     return Launch(
         history.length,
         jnp.int32(0),
-        *counts,
+        unset(),
+        unset(),
+        unset(),
+        passed,
         nodes,
         scores,
         features=tuple(

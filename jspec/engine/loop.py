@@ -74,8 +74,11 @@ def launch(
     until = state.round + jnp.minimum(rounds, profile.rounds)
     # A row that is done counts 1, and a watched one more than all rows: one sum across chips.
     weights = jnp.where(watched, 1 + len(watched), 1)
-    goes_on = lambda state: (state.done * weights).sum() < len(watched)
-    is_running = lambda carry: goes_on(carry[1]) & (carry[1].round < until)
+
+    def is_running(carry: Carry) -> Array:
+        state = carry[1]
+        return ((state.done * weights).sum() < len(watched)) & (state.round < until)
+
     empty = empty_launch(plan, profile, params, state)
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
     state = state if table is None else state.detached()

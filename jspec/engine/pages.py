@@ -162,10 +162,11 @@ def without_prefix(plan: Plan, params: Params) -> str | None:
 def shapes_of(plan: Plan, params: Params, capacity: int) -> list[kv_cache.KVCache]:
     """Return the shapes of the caches of target and drafter for one row, the target's first."""
     request, _ = request_of([None], Profile(), plan.target.vocab_size)
-    caches = lambda: kv_cache.caches_of(
-        (plan.target.init_cache(1, capacity), plan.drafter.init(params, request, capacity))
+    return jax.eval_shape(
+        lambda: kv_cache.caches_of(
+            (plan.target.init_cache(1, capacity), plan.drafter.init(params, request, capacity))
+        )
     )
-    return jax.eval_shape(caches)
 
 
 def allocate(
@@ -177,10 +178,13 @@ def allocate(
     in_bits: bool = False,
 ) -> tuple[Any, ...]:
     """Return empty pools for caches, which may be shapes; see ``kv_cache.allocate_pool``."""
-    pools = lambda: tuple(
-        kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
-        for cache in caches
-    )
+
+    def pools() -> tuple[Any, ...]:
+        return tuple(
+            kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
+            for cache in caches
+        )
+
     return jax.jit(pools)()
 
 
@@ -193,8 +197,9 @@ def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = 
 @functools.partial(jax.jit, static_argnames="count")
 @standard_promotion
 def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    grow = lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1)))
-    return jax.tree.map(grow, buffers)
+    return jax.tree.map(
+        lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1))), buffers
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="buffers")

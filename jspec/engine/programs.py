@@ -37,7 +37,7 @@ class Programs:
     """Compiles the programs that an engine lacks for a sequence.
 
     From then on the engine has no reason to compile while others run: see ``Profiles``. With
-    weights on several devices it compiles none: how these share a state is known only once the
+    weights on several devices it compiles none: how these share a state is decided only once the
     state is there.
     """
 
@@ -128,11 +128,21 @@ class Programs:
     def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the launches of a profile, of every draft length."""
         engine, (request, state, table) = self._engine, self._shapes(profile)
-        sizes = np.int32(1), np.zeros(engine.num_slots, bool)  # number of rounds, and watched rows
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
         for chosen in engine.runner.launch_plans(engine.num_slots):
-            given = engine.params, request, shared, state, *sizes, table, chosen.budget
-            lower = functools.partial(launch.lower, chosen.plan, profile, *given)
+            lower = functools.partial(
+                launch.lower,
+                chosen.plan,
+                profile,
+                engine.params,
+                request,
+                shared,
+                state,
+                np.int32(1),  # number of rounds
+                np.zeros(engine.num_slots, bool),  # watched rows
+                table,
+                chosen.budget,
+            )
             yield ("launch", chosen.plan, profile), lower
 
     def _writes(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
@@ -172,9 +182,17 @@ class Programs:
             yield ("draft", plan, _form(request)), lower
             state_after, halfway = draft_alone.eval_shape(plan, *inputs, table)
             shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
-            masks = np.zeros(shape, np.uint32), np.zeros(shape[0], bool)
-            given = *inputs[:3], state_after, halfway, *masks, table
-            lower = functools.partial(verify_alone.lower, plan, profile, *given)
+            lower = functools.partial(
+                verify_alone.lower,
+                plan,
+                profile,
+                *inputs[:3],
+                state_after,
+                halfway,
+                np.zeros(shape, np.uint32),
+                np.zeros(shape[0], bool),
+                table,
+            )
             yield ("verify", plan, profile), lower
 
     def _prefills(self, scoring: Scoring | None) -> Iterator[tuple[Any, Lowering]]:
@@ -184,8 +202,16 @@ class Programs:
             if size.width > chunks.TOTALS[0] and size.width // 2 >= engine.capacity:
                 continue  # no prompt is as long
             arrays = chunks.assemble([], [], size)
-            given = state, *arrays, np.zeros(size.rows, np.int32), scoring, table
-            lower = functools.partial(prefill.lower, engine.plan, engine.params, *given)
+            lower = functools.partial(
+                prefill.lower,
+                engine.plan,
+                engine.params,
+                state,
+                *arrays,
+                np.zeros(size.rows, np.int32),
+                scoring,
+                table,
+            )
             yield ("prefill", size, scoring), lower
 
     def _words(self, profile: Profile) -> tuple[Request, np.ndarray]:
@@ -207,8 +233,10 @@ class Programs:
         states = token_fsm.first_state(request.sampling.automaton)
         state = state.replace(history=state.history.replace(state=states))
         if engine.pool is not None:
-            shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            state = state.replace(pools=jax.tree.map(shape, engine.pool.buffers))
+            pools = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.pool.buffers
+            )
+            state = state.replace(pools=pools)
         return request, state, block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
 
 

@@ -67,7 +67,7 @@ class DecodeState:
         return functools.reduce(jnp.minimum, (cache.length for cache in caches))
 
 
-# Of the loop. The last item is None for those who want no results.
+# Of the loop. The last item is None where no results are recorded.
 Carry = tuple[Shared, DecodeState, Launch | None]
 
 

@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(self, num_slots: int, pool: BlockPool | None, max_num_queued: int | None = None):
         self.num_slots, self.pool, self.max_num_queued = num_slots, pool, max_num_queued
         self.slots: list[EngineSequence | None] = [None] * num_slots
-        self.leaving: set[int] = set()  # slots of texts that the host ended, until the device knows
+        self.leaving: set[int] = set()  # slots of texts that the host ended and no launch has yet
         self._waiting: list[EngineSequence] = []  # a heap
         self._arrivals = itertools.count()
         self._has_launched = False  # whether a launch was dispatched since no slot was taken
@@ -238,9 +238,8 @@ class Scheduler:
         """Return the most rounds of the next launch, up to ``most``."""
         if self.follows:
             return 1
-        is_new = lambda each: each.rounds and not each.answer.rounds and not each.has_launched
-        if any(map(is_new, self.ready)):
-            return 1  # somebody waits for a first text
+        if any(x.rounds and not x.answer.rounds and not x.has_launched for x in self.ready):
+            return 1  # A caller waits for a first text.
         rounds = min((each.rounds or most for each in self.ready), default=most)
         return min(rounds, _BUSY_ROUNDS) if self.prefilling else rounds
 

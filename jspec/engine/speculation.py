@@ -176,7 +176,7 @@ class _Costs:
         ratio = seconds / (rounds @ estimates)
         is_paused = ratio > _PAUSE and self.is_measured[ran].all()
         if ratio < 1 / _PAUSE:
-            self._counts[ran] = 0  # Forget launches that were paused.
+            self._counts[ran] = 0  # Launches that were paused count no more.
         self._counts = np.minimum(self._counts + shares, _MEAN)
         steps = shares[ran] / (_MEAN if is_paused else self._counts[ran])
         ratio = _PAUSE if is_paused else ratio

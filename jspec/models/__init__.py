@@ -1,1 +1,1 @@
-"""Networks, which know neither drafters nor rules."""
+"""Networks, which import neither drafters nor rules."""

@@ -139,8 +139,10 @@ class StatelessTarget(AdaptedTarget):
         write = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
         sequence = write(stored, slots, tokens)
         logits, hidden = probe.outputs(self.apply(params, sequence))
-        at_nodes = lambda x: jnp.take_along_axis(x, positions[:, :, None], 1, mode="clip")
-        results = jax.tree.map(at_nodes, (logits, _captured(hidden, capture_layers)))
+        results = jax.tree.map(
+            lambda x: jnp.take_along_axis(x, positions[:, :, None], 1, mode="clip"),
+            (logits, _captured(hidden, capture_layers)),
+        )
         return results, on_path[:, :, None]
 
 
@@ -191,7 +193,7 @@ def from_function(
       windows: sliding window of each layer or None; () for no windows.
       embed: ``(params, tokens [...]) -> [..., D]``, for drafters that share the embedding.
       unembed: ``(params, hidden [..., D], *, norm) -> [..., V]``, for drafters that share the head;
-        ``norm`` tells whether to apply the final norm first.
+        If ``norm``, the final norm is applied first.
 
     Raises:
       ValueError: the model does not match these arguments.
@@ -199,10 +201,18 @@ def from_function(
     if max_positions < 1:
         raise ValueError(f"max_positions={max_positions} must be at least 1.")
     probe.check_takes(apply, use_cache, "params")
-    common = (max_positions, embed, unembed)
     if use_cache:
         width, entries = probe.cached(apply, params, max_positions)
-        target = CachedTarget(apply, width, *common, entries, scale, tuple(windows))
+        target = CachedTarget(
+            apply=apply,
+            vocab_size=width,
+            max_positions=max_positions,
+            embed_function=embed,
+            unembed_function=unembed,
+            entries=entries,
+            scale=scale,
+            windows=tuple(windows),
+        )
         _check_windows(target.windows, len(entries))
     elif windows or scale is not None:
         raise ValueError(
@@ -210,7 +220,13 @@ def from_function(
             "them itself."
         )
     else:
-        target = StatelessTarget(apply, probe.stateless(apply, params, max_positions), *common)
+        target = StatelessTarget(
+            apply=apply,
+            vocab_size=probe.stateless(apply, params, max_positions),
+            max_positions=max_positions,
+            embed_function=embed,
+            unembed_function=unembed,
+        )
     if vocab_size not in (None, target.vocab_size):
         raise ValueError(
             f"vocab_size={vocab_size}, but the model's logits have {target.vocab_size} columns; "
@@ -307,8 +323,13 @@ def _from_module(module, bind, params, method, options, embed, unembed, settings
     probe.check_takes(
         getattr(module, method or "__call__"), settings.get("use_cache", True), None, dict(options)
     )
-    functions = {"embed": embed and bind(embed), "unembed": unembed and bind(unembed)}
-    return from_function(bind(method, options), params, **functions, **settings)
+    return from_function(
+        bind(method, options),
+        params,
+        embed=embed and bind(embed),
+        unembed=unembed and bind(unembed),
+        **settings,
+    )
 
 
 def _check_kind(module: Any, kind: type, name: str) -> None:

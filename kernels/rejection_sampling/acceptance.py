@@ -76,9 +76,12 @@ def _walk(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> End:
         children = children._replace(exists=children.exists & active[:, None])
         accepted, child, absent, refusals = _judge(rows, children, end.node, form)
         path = end.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
-        update = lambda new, old: jnp.where(active, new, old)
         node = jnp.where(accepted, child, end.node)
-        changes = jax.tree.map(update, (absent, refusals), (end.absent, end.refusals))
+        changes = jax.tree.map(
+            lambda new, old: jnp.where(active, new, old),
+            (absent, refusals),
+            (end.absent, end.refusals),
+        )
         return depth + 1, accepted, End(node, path, end.num_accepted + accepted, *changes)
 
     zero = jnp.zeros((batch,), jnp.int32)

@@ -70,8 +70,8 @@ class DraftDistribution(NamedTuple):
 class Refusal(NamedTuple):
     """A step at R rows, [R] each: p becomes ``max(scale p - share q, 0)`` without ``dropped``.
 
-    q loses the dropped token from the next step on. Scale 1, share 0 and no dropped token leave
-    both unchanged.
+    q loses the dropped token from the next step on. With scale 1, share 0 and none
+    dropped, both stay unchanged.
     """
 
     scale: Array  # float32
@@ -209,18 +209,21 @@ def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Arr
         limit = peak / temperature + jnp.log(filters.min_p)
         floor = row.least(lambda x, _: jnp.where(x / temperature >= limit, x, jnp.inf))
     if "top_k" in names:
-        counts = lambda limits: row.sums(
-            lambda x: [jnp.where(x >= limit, 1.0, 0.0) for limit in limits]
-        )
+
+        def counts(limits):
+            return row.sums(lambda x: [jnp.where(x >= limit, 1.0, 0.0) for limit in limits])
+
         top_k = jnp.where(filters.top_k > 0, filters.top_k, row.vocab)
         top_k = jnp.clip(top_k, 1, row.vocab).astype(jnp.float32)
         floor = jnp.maximum(floor, search(row, counts, top_k))
     weight = lambda x, limit: jnp.where(x >= limit, jnp.exp((x - peak) / temperature), 0.0)
     (total,) = row.sums(lambda x: [weight(x, floor)])
     if "top_p" in names:
-        masses = lambda limits: row.sums(
-            lambda x: [weight(x, jnp.maximum(floor, limit)) for limit in limits]
-        )
+        least = floor
+
+        def masses(limits):
+            return row.sums(lambda x: [weight(x, jnp.maximum(least, limit)) for limit in limits])
+
         threshold = search(row, masses, filters.top_p * total)
         floor = jnp.where(filters.top_p < 1, jnp.maximum(floor, threshold), floor)
         (total,) = row.sums(lambda x: [weight(x, floor)])

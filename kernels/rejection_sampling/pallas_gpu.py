@@ -128,7 +128,10 @@ class _Streamed(shared.Row):
     def fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
         """Fold chunk by chunk, threads separate until the end."""
         chunk = lambda i: term(*_chunk(self.ref, self.row, i * self.chunk, self.chunk))
-        joined = lambda i, carry: [join(a, b) for a, b in zip(carry, chunk(i), strict=True)]
+
+        def joined(i, carry):
+            return [join(a, b) for a, b in zip(carry, chunk(i), strict=True)]
+
         folded = lax.fori_loop(1, pl.cdiv(self.vocab, self.chunk), joined, chunk(jnp.int32(0)))
         return [reduce(x) for x in folded]
 

@@ -124,10 +124,12 @@ class _Resident(shared.Row):
         whole, rest = divmod(self.vocab, self.chunk)
         parts = []
         if whole:
-            join_chunk = lambda i, carry: [
-                join(a, b) for a, b in zip(carry, chunk(i * self.chunk, self.chunk), strict=True)
-            ]
-            folded = lax.fori_loop(1, whole, join_chunk, chunk(0, self.chunk))
+            folded = lax.fori_loop(
+                1,
+                whole,
+                lambda i, carry: list(map(join, carry, chunk(i * self.chunk, self.chunk))),
+                chunk(0, self.chunk),
+            )
             parts.append([reduce(x, -1, keepdims=True) for x in folded])
         if rest:
             parts.append([reduce(x, -1, keepdims=True) for x in chunk(whole * self.chunk, rest)])

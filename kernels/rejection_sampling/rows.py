@@ -84,8 +84,11 @@ class Children(NamedTuple):
         """Return the children of one rank, or of rank [B] of each row: [B] each."""
         if isinstance(rank, int):
             return Children(*(None if x is None else x[:, rank] for x in self))
-        take = lambda x: jnp.take_along_axis(x, rank[:, None], 1, mode="clip")[:, 0]
-        return Children(*(None if x is None else take(x) for x in self))
+        columns = (
+            None if x is None else jnp.take_along_axis(x, rank[:, None], 1, mode="clip")[:, 0]
+            for x in self
+        )
+        return Children(*columns)
 
     def deterministic_tokens(self) -> tuple[Array, ...]:
         """Return the tokens of deterministic children from rank 1 on, -1 for others: [B] each.

@@ -88,8 +88,9 @@ class _Traversal(NamedTuple):
 
     def judge(self, state: _State) -> _State:
         """Judge the next leaf below the current node, or that node if no child is left."""
-        opens = lambda state: (state.active & self.next(state).has_children).any()
-        state = lax.while_loop(opens, self.open, state)
+        state = lax.while_loop(
+            lambda state: (state.active & self.next(state).has_children).any(), self.open, state
+        )
         following = self.next(state)
         top = _at(state.stack, state.depth)
         is_leaf = following.child.exists

@@ -45,8 +45,8 @@ def attention(
 
     keys = functools.partial(_slots, length, cache_k, chain_k)
     values = functools.partial(_slots, length, cache_v, chain_v)
-    attend = lambda tile: _attend(*tile, keys, values, window)
-    out = lax.map(attend, (q, positions))  # [tiles, B, Hkv, G * TILE, D]
+    # [tiles, B, Hkv, G * TILE, D]
+    out = lax.map(lambda tile: _attend(*tile, keys, values, window), (q, positions))
     out = out.reshape(tiles, batch, kv_heads, heads // kv_heads, TILE, dim)
     return jnp.moveaxis(out, 0, 3).reshape(batch, heads, tiles * TILE, dim)[:, :, :nodes]
 

@@ -73,7 +73,7 @@ def refusal(
 def is_faster(q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None) -> bool:
     """Return whether the kernel beat XLA in such a case, on an H200.
 
-    Pages, more nodes and several devices were not measured. XLA does not know how to shard the
+    Pages, more nodes and several devices were not measured. XLA cannot shard the
     kernel.
     """
     if jax.default_backend() != "gpu" or jax.device_count() > 1 or table is not None:

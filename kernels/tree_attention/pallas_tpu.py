@@ -115,8 +115,17 @@ def tree_attention(
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
     if not interpret:  # else XLA may move the entire cache into vector memory
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    options = blocks, window, soft_cap, interpret
-    mixed, log_total = _call(span, by_row, tree, cache, table, *options)
+    mixed, log_total = _call(
+        span,
+        by_row,
+        tree,
+        cache,
+        table,
+        blocks=blocks,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
     merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
     return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)
 
@@ -143,14 +152,13 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
         return scalars[-1][b * most + jnp.minimum(column, most - 1)], h, 0, 0
 
     of_row = lambda width: pl.BlockSpec((None, tile, width), lambda b, _, t, *__: (b, t, 0))
-    of_split = lambda width: pl.BlockSpec(
-        (None, None, None, tile, width), lambda b, h, t, c, *_: (b, h, c, t, 0)
-    )
     of_tree = pl.BlockSpec((None, None, tree_keys, dim), lambda b, h, *_: (b, h, 0, 0))
     of_cache = [pl.BlockSpec((None, None, blocks.slots, dim), cache_block)]
     if table is not None:
-        of_part = lambda part: functools.partial(page_of, part)
-        of_cache = [pl.BlockSpec((None, None, page, dim), of_part(part)) for part in range(parts)]
+        of_cache = [
+            pl.BlockSpec((None, None, page, dim), functools.partial(page_of, part))
+            for part in range(parts)
+        ]
     of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
     widths = (dim, 1) if splits > 1 else (dim,)
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
@@ -177,7 +185,12 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
                 *of_cache,
                 *of_cache,
             ],
-            out_specs=[of_split(width) for width in widths],
+            out_specs=[
+                pl.BlockSpec(
+                    (None, None, None, tile, width), lambda b, h, t, c, *_: (b, h, c, t, 0)
+                )
+                for width in widths
+            ],
             scratch_shapes=[pltpu.VMEM((tile, width), jnp.float32) for width in (1, 1, dim)],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -191,7 +204,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
 
 
 def _cost(rows: Array, tree_k: Array, num_slots: int, keys: int) -> pl.CostEstimate:
-    """An upper bound, the cost of a full cache: lengths are not known when compiling."""
+    """An upper bound, the cost of a full cache: lengths are not static."""
     scores = rows.size // rows.shape[-1] * keys
     _, kv_heads, _, dim = tree_k.shape
     stored = (tree_k.size + num_slots * kv_heads * dim) * 2 * tree_k.dtype.itemsize

@@ -246,9 +246,10 @@ def _join_rows(so_far: Softmax, rows: Rows, view: _View, steps: _Steps, size: in
         at = lambda x: lax.dynamic_index_in_dim(x.astype(jnp.uint32), index, keepdims=False)
         row, left = at(steps.row), at(left_of_step)
         start = lambda x: (row, *[jnp.uint32(0)] * (x.ndim - 1))
-        shape = lambda x: (1, x.shape[1], nodes * rows.group, *x.shape[3:])
-        get = lambda x: lax.dynamic_slice(x, start(x), shape(x))
-        put = lambda x, new: lax.dynamic_update_slice(x, new, start(x))
+
+        def get(x: Array) -> Array:
+            return lax.dynamic_slice(x, start(x), (1, x.shape[1], nodes * rows.group, *x.shape[3:]))
+
         mask = lax.dynamic_index_in_dim(first_slots, left)[None]
         if view.window is not None:
             slots = at(start_of_step).astype(jnp.int32) + jnp.arange(size)
@@ -259,7 +260,9 @@ def _join_rows(so_far: Softmax, rows: Rows, view: _View, steps: _Steps, size: in
         keys, values = (view.pages(pool, ids) for pool in (view.pool_k, view.pool_v))
         scores = rows._replace(queries=get(rows.queries)).scores(keys, mask)
         joined = softmax.join(jax.tree.map(get, so_far), scores, values)
-        return jax.tree.map(put, so_far, joined)
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice(x, new, start(x)), so_far, joined
+        )
 
     begin, end = jnp.uint32(0), steps.count.astype(jnp.uint32)
     if steps.num_first is not None:

@@ -108,8 +108,11 @@ def attention_beside(
     side, visible = list(side), trees.pack_bits(mask)
 
     def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
-        put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
-        new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
+        new = side[index] = jax.tree.map(
+            lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2),
+            side[index],
+            side[index].holding(k, v),
+        )
         entry = cache.layers[index]
         return ops.attention(
             q,

@@ -16,6 +16,7 @@ pairs. The implementations avoid reading unselected experts and copying weights 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -157,10 +158,12 @@ def mixture(
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
     token, weight = order // config.experts_per_token, weights.reshape(-1)[order]
-    arrays = (params.gate_up, params.down, rows, token, weight, sizes)
     if implementation is not None:
-        return {"blocks": _by_blocks, "ragged": _ragged}[implementation](*arrays).reshape(x.shape)
-    return lax.platform_dependent(*arrays, cpu=_by_blocks, default=_ragged).reshape(x.shape)
+        run = {"blocks": _by_blocks, "ragged": _ragged}[implementation]
+    else:
+        run = functools.partial(lax.platform_dependent, cpu=_by_blocks, default=_ragged)
+    out = run(params.gate_up, params.down, rows, token, weight, sizes)
+    return out.reshape(x.shape)
 
 
 def _ragged(gate_up, down, x, token, weight, sizes) -> Array:

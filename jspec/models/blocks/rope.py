@@ -76,8 +76,12 @@ def _cos_sin_once(angles: Array) -> tuple[Array, Array]:
     """
     if not angles.size:
         return _cos_sin(angles)
-    never = lambda angles: (jnp.ones_like(angles), jnp.zeros_like(angles))
-    return lax.cond(angles.ravel()[0] > -jnp.inf, _cos_sin, never, angles)
+    return lax.cond(
+        angles.ravel()[0] > -jnp.inf,
+        _cos_sin,
+        lambda angles: (jnp.ones_like(angles), jnp.zeros_like(angles)),
+        angles,
+    )
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

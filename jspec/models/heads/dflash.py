@@ -106,13 +106,16 @@ def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32
     """Return random normal weights of std 0.02; a reduced vocabulary is the first Vd tokens."""
     fc_key, layers_key, head_key, embedding_key, spark_key = jax.random.split(key, 5)
     hidden, spark = config.hidden_size, config.spark
-    vocabularies = config.target_vocab_size, config.vocab_size
+    if spark is not None:
+        spark = dspark.init_params(
+            spark_key, spark, hidden, config.target_vocab_size, config.vocab_size, dtype
+        )
     return DFlashParams(
         fc=normal(fc_key, (config.fc_inputs, hidden), dtype),
         hidden_norm=jnp.ones((hidden,), dtype),
         layers=decoder.init_layers(layers_key, config.network, dtype),
         norm=jnp.ones((hidden,), dtype),
-        spark=spark and dspark.init_params(spark_key, spark, hidden, *vocabularies, dtype),
+        spark=spark,
         **network.init_shared(head_key, embedding_key, config, dtype),
     )
 

@@ -36,8 +36,9 @@ class MedusaConfig:
     activation_dtype: str = "float32"  # dtype of the residual stream
 
     def __post_init__(self):
-        sizes = ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size")
-        check_sizes(self, *sizes)
+        check_sizes(
+            self, "num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size"
+        )
         if self.num_outputs not in (0, 1, self.num_heads):
             raise ValueError(
                 f"num_outputs={self.num_outputs} must be {self.num_heads} (one a head), 1 or 0."

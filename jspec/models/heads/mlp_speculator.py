@@ -60,7 +60,7 @@ class SpeculatorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculatorConfig(SpeculatorConfig):
-    """Sizes of an MLP speculator; ``tie_weights`` tells whether the stages share their weights."""
+    """Sizes of an MLP speculator; with ``tie_weights`` the stages share their weights."""
 
     tie_weights: bool = False
 
@@ -105,8 +105,9 @@ def init_params(
 
     def normal(part: str, shape: tuple[int, int], first: tuple[int, int] | None = None):
         shapes = [first or shape] + [shape] * (config.count(part) - 1)
-        draw = lambda shape: jax.random.normal(next(keys), shape) * inner**-0.5
-        return tuple(draw(shape).astype(dtype) for shape in shapes)
+        return tuple(
+            (jax.random.normal(next(keys), shape) * inner**-0.5).astype(dtype) for shape in shapes
+        )
 
     return MlpSpeculatorParams(
         embeddings=normal("embeddings", (vocab, inner)),

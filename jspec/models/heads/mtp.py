@@ -82,8 +82,9 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
     layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
     hidden = config.hidden_size
     ones = jnp.ones((hidden,), dtype)
-    draw = lambda key: normal(key, (2 * hidden, hidden), dtype)
-    modules = tuple(ModuleParams(ones, ones, draw(key), ones) for key in keys)
+    modules = tuple(
+        ModuleParams(ones, ones, normal(key, (2 * hidden, hidden), dtype), ones) for key in keys
+    )
     return MtpParams(modules, decoder.init_layers(layers_key, config.network, dtype))
 
 
