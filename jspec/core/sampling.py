@@ -53,26 +53,6 @@ _TOP_K = "a whole number from 1 to 2**31 - 1, or 0 to turn it off"
 _TOP_P = "in (0, 1]; 1 turns it off"
 
 
-def _is_temperature(value: Any) -> bool:
-    return is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
-
-
-def _is_top_k(value: Any) -> bool:
-    return is_whole(value, -1)
-
-
-def _count(value: Any) -> int:
-    return max(int(value), 0)
-
-
-def _is_top_p(value: Any) -> bool:
-    return is_real(value) and 0 < value <= 1
-
-
-def _share(value: Any) -> float:
-    return max(float(value), _LEAST_TOP_P)
-
-
 def _keep_min_p(logits: Array, min_p: Array) -> Array:
     return logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
 
@@ -131,10 +111,30 @@ def _ordinals(logits: Array, unsigned: np.dtype) -> Array:
 FILTERS: dict[str, Filter] = {
     entry.name: entry
     for entry in (
-        Filter("temperature", 0.0, _is_temperature, _TEMPERATURE),
+        Filter(
+            "temperature",
+            0.0,
+            lambda x: is_real(x) and (x == 0 or COLDEST <= x <= HOTTEST),
+            _TEMPERATURE,
+        ),
         Filter("min_p", 0.0, between(0, 1), "in [0, 1]; 0 turns it off", keep=_keep_min_p),
-        Filter("top_k", 0, _is_top_k, _TOP_K, _count, np.int32, keep_top_k),
-        Filter("top_p", 1.0, _is_top_p, _TOP_P, _share, keep=keep_top_p),
+        Filter(
+            "top_k",
+            0,
+            lambda x: is_whole(x, -1),
+            _TOP_K,
+            lambda x: max(int(x), 0),
+            np.int32,
+            keep_top_k,
+        ),
+        Filter(
+            "top_p",
+            1.0,
+            lambda x: is_real(x) and 0 < x <= 1,
+            _TOP_P,
+            lambda x: max(float(x), _LEAST_TOP_P),
+            keep=keep_top_p,
+        ),
     )
 }
 

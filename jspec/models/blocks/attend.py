@@ -1,5 +1,6 @@
 """``attend``: attention of new nodes to a committed prefix and to each other."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -108,11 +109,8 @@ def attention_beside(
     side, visible = list(side), trees.pack_bits(mask)
 
     def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
-        new = side[index] = jax.tree.map(
-            lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2),
-            side[index],
-            side[index].holding(k, v),
-        )
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
+        new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
         entry = cache.layers[index]
         return ops.attention(
             q,
