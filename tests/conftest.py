@@ -62,6 +62,7 @@ _MORE = (
     "test_notebooks.py",
     "test_packaging.py",
     "test_reproducibility.py",
+    "test_several_devices.py",
     "tools",
     "training",
 )

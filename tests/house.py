@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest floor first. Folders of one line do not import each other.
 FLOORS = """jspec.util
+jspec.sharding
 jspec.core
 jspec.kernels
 jspec.ops jspec.grammar

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jspec.api import config
 from jspec.api.backends import DRAFT_KEY, Backends
 from jspec.api.config import SpeculativeConfig
@@ -20,8 +22,10 @@ from jspec.drafters.draft_model import vocabularies
 from jspec.drafters.draft_model.vocabularies import SharedVocabulary
 from jspec.engine.memory_plan import MemoryPlan
 from jspec.engine.plan import Plan
+from jspec.models import partition
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.sharding import mesh as mesh_lib
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
@@ -52,12 +56,14 @@ def build_plan(
     tokenizer: Any = None,
     deterministic: bool = False,
     backends: Backends = Backends(),  # noqa: B008 (frozen)
+    mesh: Mesh | None = None,
     check: Callable[[Plan, Params], MemoryPlan] | None = None,
 ) -> Build:
     """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``.
 
-    ``check`` makes the memory plan, from shapes where weights are not loaded yet. It is not called
-    for a class of the user that makes its own weights.
+    ``mesh`` has the devices among which the target is split; each of them has the drafter. None
+    for one device. ``check`` makes the memory plan, from shapes where weights are not loaded yet.
+    It is not called for a class of the user that makes its own weights.
     """
     if isinstance(tokenizer, str | os.PathLike):
         try:
@@ -83,13 +89,19 @@ def build_plan(
         deterministic=deterministic,
         backends=backends,
     )
+    partition.split(outlined.model.config, mesh_lib.size_of(mesh))  # raises if it cannot be done
     memory_plan = None
     if check is not None and not speculative.drafter_class:
         memory_plan = check(outlined.plan, outlined.params)
     loaded = loading.load(model, dtype)
     part, weights = _load(outlined.part, loaded, outlined.draft_dtype, loading.load)
-    plan = _plan(part, loaded.config, deterministic, backends)
+    split = partition.split(loaded.config, mesh_lib.size_of(mesh))
+    plan = _plan(part, split, deterministic, backends)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
+    if mesh is not None:
+        params = partition.placed(loaded.params, loaded.config, mesh)
+        loaded = dataclasses.replace(loaded, config=split, params=params)
+        weights = mesh_lib.placed(weights, mesh)
     params = Params(loaded.params, weights)
     return Build(loaded, tokenizer, outlined.max_model_len, plan, params, memory_plan)
 

@@ -51,6 +51,9 @@ class EngineArgs:
     max_num_seqs: int | None = argument(
         None, "Sequences that run together.", check=_COUNT, kind=int, default=32, min=1
     )
+    tensor_parallel_size: int = argument(
+        1, "Devices that the target is split among.", check=_COUNT, min=1
+    )
     per_request_stats: str | None = argument(None, check=_STATS)
     tokenizer: Any = argument(
         None, "Directory of a tokenizer. Default: the model's own.", kind=str | None

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -31,6 +32,7 @@ from jspec.engine.memory_plan import MemoryPlan, plan_memory
 from jspec.engine.pages import PAGE_SIZE
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
+from jspec.sharding import mesh as mesh_lib
 from jspec.util import neutral
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
@@ -77,6 +79,8 @@ class LLM:
         the drafter is a key of ``speculative_config``.
       sampling_backend: form of the rules "standard" and "block" on drawn drafts: "xla",
         "pallas_gpu" or "pallas_tpu"; None for "xla".
+      tensor_parallel_size: devices that the target is split among: its heads, the widths of its
+        MLPs and its vocabulary. Each of them has the whole drafter. Texts do not depend on it.
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
@@ -97,6 +101,7 @@ class LLM:
         logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
         self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
+        mesh = _mesh_of(args)
         self.build = build = build_plan(
             model,
             speculative,
@@ -109,20 +114,22 @@ class LLM:
                 args.sampling_backend,
                 PAGE_SIZE if args.block_size is None else args.block_size,
             ),
+            mesh=mesh,
             check=functools.partial(_check_memory, args, self.max_num_seqs),
         )
         self.detailed = args.per_request_stats == "detailed"
         self.max_model_len = build.max_model_len
         vocab_size = build.plan.target.vocab_size
         max_logprobs = vocab_size if args.max_logprobs == -1 else args.max_logprobs
-        pool = memory.pool_if_any(
-            build.plan,
-            build.params,
-            {name: getattr(args, name) for name in memory.SETTINGS},
-            shares_prefixes=args.enable_prefix_caching,
-            num_tokens=self.max_num_seqs * self.max_model_len,
-            reserved=build.memory_plan.workspace if build.memory_plan else 0,
-        )
+        with mesh_lib.on(mesh):
+            pool = memory.pool_if_any(
+                build.plan,
+                build.params,
+                {name: getattr(args, name) for name in memory.SETTINGS},
+                shares_prefixes=args.enable_prefix_caching,
+                num_tokens=self.max_num_seqs * self.max_model_len,
+                reserved=build.memory_plan.workspace if build.memory_plan else 0,
+            )
         self.runtime = Runtime(
             build.plan,
             build.params,
@@ -132,6 +139,7 @@ class LLM:
             profile=Profile(nodes=self.detailed),
             mode=args.logprobs_mode,
             max_logprobs=max_logprobs,
+            mesh=mesh,
         )
         self.resolver = Resolver(
             build,
@@ -365,10 +373,24 @@ def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Param
         max_num_seqs=max_num_seqs,
         max_model_len=plan.target.max_positions if limit is None else limit,
         longest=limit,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     _log.info("%s", planned)
     planned.check()
     return planned
+
+
+def _mesh_of(args: EngineArgs) -> Mesh | None:
+    """Return the devices among which a target is split; None for one device."""
+    if args.tensor_parallel_size > 1:
+        alone = {"deterministic": False, "attention_backend": "xla", "sampling_backend": "xla"}
+        for name, value in alone.items():
+            if getattr(args, name) not in (None, value):
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} works on one device, but "
+                    f"tensor_parallel_size={args.tensor_parallel_size}; leave one of them out."
+                )
+    return mesh_lib.make(args.tensor_parallel_size)
 
 
 @contextlib.contextmanager

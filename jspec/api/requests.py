@@ -15,7 +15,7 @@ from jspec.engine.sequence import EngineSequence
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import outputs
 from jspec.util import limits
-from jspec.util.buckets import bucket
+from jspec.util.values import bucket
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jspec.api import metrics, requests
 from jspec.api.requests import GenerationRequest
 from jspec.core.logprobs import Mode, Scoring
@@ -19,6 +21,7 @@ from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
 from jspec.engine.sequence import EngineSequence
 from jspec.engine.sequences import SequenceParams
+from jspec.sharding import mesh as mesh_lib
 from jspec.util.interrupts import Uninterrupted
 
 _log = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class Runtime:
       profile: what the first programs are compiled for.
       mode: of the scores that requests ask for.
       max_logprobs: most scored tokens of a position.
+      mesh: the devices of the weights; None for one.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class Runtime:
         profile: Profile,
         mode: Mode,
         max_logprobs: int,
+        mesh: Mesh | None = None,
     ):
-        self.plan, self.pool = plan, pool
+        self.plan, self.pool, self._mesh = plan, pool, mesh
         self._mode, self._max_logprobs = mode, max_logprobs
         # Locks in C: Ctrl-C never comes between taking one and the block that releases it.
         self._lock = threading.Lock()  # guards the engine
@@ -173,9 +178,10 @@ class Runtime:
         """Run a batch through ``run``, a loop of its own; see ``LLM.run_one``."""
         with self._line, self._lock, Uninterrupted():
             begin = perf_counter()
-            result, counts, shared = run(
-                batch, self.plan, self._engine.params, self.shared, **options
-            )
+            with mesh_lib.on(self._mesh):
+                result, counts, shared = run(
+                    batch, self.plan, self._engine.params, self.shared, **options
+                )
             self._engine.shared = shared
             with self._counting:
                 self._seconds += perf_counter() - begin
@@ -234,11 +240,13 @@ class Runtime:
                 pool.fix(engine.num_slots * pool.blocks.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.blocks.queries, pool.blocks.hits)
             programs, shared = Programs(engine), engine.shared
-            programs.compile_basic(on_progress)
+            with mesh_lib.on(self._mesh):
+                programs.compile_basic(on_progress)
             engine.on_launch, engine.shared = None, init_shared(self.plan)
             try:
-                for sequence in sequences:
-                    engine.warm_up([sequence], cache_salt="warm-up")
+                with mesh_lib.on(self._mesh):
+                    for sequence in sequences:
+                        engine.warm_up([sequence], cache_salt="warm-up")
             finally:
                 engine.on_launch, engine.shared = self._see, shared
             if pool is not None:
@@ -301,7 +309,8 @@ class Runtime:
         """Use the engine in this thread's turn."""
         begin = perf_counter()
         try:
-            act()
+            with mesh_lib.on(self._mesh):
+                act()
         finally:
             self._seconds += perf_counter() - begin
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jspec import sharding
 from jspec.core.types import Array
 
 # The axis of the nodes in all arrays that a pass returns for them: [B, H, N, ...].
@@ -206,5 +207,12 @@ def _write_pages(commit: Commit, pool: Array, fresh: Array) -> Array:
     if fresh.dtype != pool.dtype:
         fresh = lax.bitcast_convert_type(fresh, pool.dtype)
     fresh = jnp.take_along_axis(fresh, commit.path[:, None, :, None], NODE_AXIS)
-    index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
-    return pool.at[index].set(fresh, mode="drop")
+    if sharding.num_shards() == 1:
+        index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
+        return pool.at[index].set(fresh, mode="drop")
+
+    @functools.partial(jax.vmap, in_axes=1, out_axes=1)
+    def write(pool: Array, fresh: Array) -> Array:
+        return pool.at[ids, slots % page].set(fresh, mode="drop")
+
+    return write(pool, fresh)  # The heads are a batch, which devices split without an exchange.

@@ -23,7 +23,7 @@ from jspec.core.node_masks import NodeMasks, keep_masked
 from jspec.core.parameters import Parameter, between, column, padded
 from jspec.core.token_fsm import Automaton
 from jspec.core.types import Array
-from jspec.util.buckets import bucket
+from jspec.util.values import bucket
 
 # (logits [V], token ids [T], their number []) -> logits [V]; of one sequence, pure and jittable.
 # Token ids are the prompt, the answer and the drafted branch; undefined past their number.

@@ -4,7 +4,7 @@ from jspec.engine import faults
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.sequence import EngineSequence
-from jspec.util.buckets import bucket
+from jspec.util.values import bucket
 
 
 class Admission:

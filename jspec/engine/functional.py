@@ -30,8 +30,8 @@ from jspec.engine.loop import DecodeState, init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams, check_fit, check_sequences
-from jspec.util.buckets import bucket
 from jspec.util.messages import did_you_mean, shown
+from jspec.util.values import bucket
 from jspec.verify import Rule
 
 MAX_NUM_SEQS = 32  # sequences decoded together

@@ -81,7 +81,7 @@ def launch(
 
     empty = empty_launch(plan, profile, params, state)
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
-    state = state if table is None else state.detached()
+    state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     return shared, state, ran
 
@@ -178,7 +178,7 @@ def prefill(
     )
     done = state.done.at[rows].set(~ready, mode="drop")
     state = state.replace(history=history, cache=cache, memory=memory, done=done)
-    return state if table is None else state.detached(), scores
+    return state.settled(table), scores
 
 
 def init_shared(plan: Plan) -> Shared:
@@ -199,4 +199,5 @@ def cancel(
     learned = plan.drafter.on_finished(shared, state.memory, state.history, rows)
     memory, shared = shape_checks.check_update(plan.drafter, learned)
     state = state.replace(memory=memory)
-    return request.replace(max_length=limit), shared, state.replace(done=state.done | rows)
+    state = state.replace(done=state.done | rows).settled()
+    return request.replace(max_length=limit), shared, state

@@ -62,7 +62,7 @@ def draft_alone(
     state = state.attached(table)
     draft, _, memory = first_half(plan, params, request, shared, state)
     state = state.replace(memory=memory)
-    return state if table is None else state.detached(), Halfway.of(draft)
+    return state.settled(table), Halfway.of(draft)
 
 
 @functools.partial(
@@ -99,6 +99,6 @@ def verify_alone(
     shared, state, ran = second_half(
         plan, params, request, None, (shared, state, empty), draft, tree
     )
-    state = state if table is None else state.detached()
+    state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     return shared, state, ran

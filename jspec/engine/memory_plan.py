@@ -122,8 +122,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a model.
 
-    With several devices, matrices are split over all of them, vectors are on each. Key heads are
-    split as far as there are enough of them, and repeated beyond.
+    With several devices, matrices of the target are split over all of them. Its vectors and the
+    drafter are on each. Key heads are split as far as there are enough, and repeated beyond.
 
     Args:
       plan: static.

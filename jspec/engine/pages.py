@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import sharding
 from jspec.core import kv_cache
 from jspec.core.types import Params
 from jspec.engine.block_pool import NULL_PAGE, BlockPool
@@ -180,9 +181,11 @@ def allocate(
     """Return empty pools for caches, which may be shapes; see ``kv_cache.allocate_pool``."""
 
     def pools() -> tuple[Any, ...]:
-        return tuple(
-            kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
-            for cache in caches
+        return sharding.pools(
+            tuple(
+                kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
+                for cache in caches
+            )
         )
 
     return jax.jit(pools)()
@@ -197,11 +200,13 @@ def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = 
 @functools.partial(jax.jit, static_argnames="count")
 @standard_promotion
 def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    return jax.tree.map(
+    grown = jax.tree.map(
         lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1))), buffers
     )
+    return sharding.pools(grown)
 
 
 @functools.partial(jax.jit, donate_argnames="buffers")
 def _cleared(buffers: tuple[Any, ...], pages: np.ndarray) -> tuple[Any, ...]:
-    return jax.tree.map(lambda pool: pool.at[pages].set(0), buffers)
+    cleared = jax.tree.map(lambda pool: pool.at[pages].set(0), buffers)
+    return sharding.pools(cleared)

@@ -15,9 +15,8 @@ from jspec.core.types import Request, Sampling
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
-from jspec.util.buckets import bucket
 from jspec.util.messages import shown
-from jspec.util.values import are_whole, is_whole, listed
+from jspec.util.values import are_whole, bucket, is_whole, listed
 
 
 @dataclasses.dataclass(frozen=True)

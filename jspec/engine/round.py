@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jspec import sharding
 from jspec.core import kv_cache, shape_checks, token_fsm, trees
 from jspec.core.entries import NODE_AXIS
 from jspec.core.history import extend_history, root_alone, trim_draft, with_root
@@ -60,6 +61,10 @@ class DecodeState:
         (cache, memory), pools = kv_cache.detach((self.cache, self.memory))
         return self.replace(cache=cache, memory=memory, pools=pools)
 
+    def settled(self, table: Array | None = None) -> "DecodeState":
+        """Return the state as it is between programs; ``table`` is that of ``attached``."""
+        return sharding.settled(self if table is None else self.detached())
+
     @property
     def num_cached(self) -> Array:
         """The tokens that all caches hold, int32 [B]."""
@@ -99,8 +104,7 @@ def run_round(
 def first_half(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> tuple[Draft, Tree, Memory]:
-    """Run the first half of a round; return the draft, its tree, and the drafter's memory."""
-    # Draft N nodes per sequence, root included, parents before children.
+    """Draft N nodes a sequence, the root first; return draft, tree, and the drafter's memory."""
     with jax.named_scope("draft"):  # names that profilers show
         draft, memory = _propose(plan, params, request, shared, state)
         draft = with_root(draft, state.history)

@@ -18,7 +18,7 @@ from jspec.engine import block_table, chunks, faults
 from jspec.engine.block_pool import BlockPool
 from jspec.engine.chunks import Arrays, Chunk
 from jspec.engine.sequence import EngineSequence
-from jspec.util.buckets import bucket
+from jspec.util.values import bucket
 
 _BUSY_ROUNDS = 2  # rounds of a launch during a prefill: slots must not stay empty for long
 

@@ -13,8 +13,8 @@ from jspec.engine import backlog
 from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
-from jspec.util.buckets import bucket
 from jspec.util.promotion import standard_promotion
+from jspec.util.values import bucket
 
 _TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
 
@@ -45,7 +45,7 @@ def allocate(plan: Plan, params: Params, batch: int, size: int, has_pages: bool)
         round=jnp.int32(0),
         missed=missed,
     )
-    return state.detached().replace(pools=()) if has_pages else state
+    return (state.detached().replace(pools=()) if has_pages else state).settled()
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "has_pages"), donate_argnames="state")
@@ -95,7 +95,7 @@ def seat(
             return all_rows
         return lax.dynamic_update_slice_in_dim(all_rows, one.astype(all_rows.dtype), slot, 0)
 
-    return request, jax.tree.map(put, state, row)
+    return request, jax.tree.map(put, state, row).settled()
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "width", "has_pages"))
@@ -112,7 +112,7 @@ def widened(
     def put(new: Array, old: Array) -> Array:
         return old if new.ndim == 0 else lax.dynamic_update_slice_in_dim(new, old, 0, 0)
 
-    return jax.tree.map(put, fresh, state)
+    return jax.tree.map(put, fresh, state).settled()
 
 
 @jax.jit

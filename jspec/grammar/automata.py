@@ -18,9 +18,9 @@ from jspec.core import token_fsm
 from jspec.core.token_fsm import FREE, Automaton
 from jspec.grammar import limits, sources, workers
 from jspec.grammar.tables import Most, Vocabulary
-from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 from jspec.util.results import Results
+from jspec.util.values import bucket
 
 KINDS = ("json", "regex", "choice", "json_object", "grammar", "structural_tag")
 AUTOMATIC = frozenset(KINDS[:4])  # kinds that become automata

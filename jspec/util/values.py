@@ -11,6 +11,7 @@ import numpy as np
 from jspec.util.messages import shown
 
 INT32 = 2**31
+_SMALLEST = 64  # sizes of arrays below it are rounded up to it
 _HUGE = 1e300  # larger floats are taken for infinity
 
 
@@ -113,3 +114,17 @@ def encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def bucket(size: int, smallest: int = _SMALLEST, factor: int = 2) -> int:
+    """Return the smallest ``smallest * factor ** i`` that is at least ``size``.
+
+    Sizes of arrays are rounded up so, that similar calls share a compiled program.
+
+    >>> bucket(70), bucket(3), bucket(3, 1), bucket(70, factor=4)
+    (128, 64, 4, 256)
+    """
+    rounded = smallest
+    while rounded < size:
+        rounded *= factor
+    return rounded

@@ -266,8 +266,8 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
 def _check_tensor_parallel(size: Any) -> None:
     if size not in (None, 1) or isinstance(size, bool):
         raise ValueError(
-            f"speculative_draft_tensor_parallel_size={shown(size)} cannot be other value than 1 or "
-            "target model tensor_parallel_size, which is 1."
+            f"speculative_draft_tensor_parallel_size={shown(size)} cannot be other value than 1: "
+            "every device has the drafter."
         )
 
 

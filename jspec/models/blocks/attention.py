@@ -33,6 +33,7 @@ class Attention(Mixer):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: RmsNorm | None = None  # Each query and key head is normed before the rotation.
+    column_parts: int = 1  # Each part of qkv has heads of queries, keys and values.
 
     title = "standard attention"
 
@@ -70,16 +71,28 @@ class Attention(Mixer):
     def tensors(self, hidden: int, inputs: int | None = None) -> tuple[Tensor, ...]:
         """See ``Mixer``."""
         queries, sizes = self.qkv_sizes[0], self.qkv_sizes
-        tensors = [matrix("qkv", _QKV, sizes, inputs or hidden, by_linear=True)]
+        split = {"divided": "outputs", "unit": self.head_dim}
+        tensors = [matrix("qkv", _QKV, sizes, inputs or hidden, by_linear=True, **split)]
         if self.qkv_bias:
-            tensors.append(vector("qkv_bias", _QKV, sizes, "bias"))
+            tensors.append(vector("qkv_bias", _QKV, sizes, "bias", **split))
         if self.qk_norm:
             tensors.append(vector("q_norm", ("self_attn.q_norm",), (self.head_dim,)))
             tensors.append(vector("k_norm", ("self_attn.k_norm",), (self.head_dim,)))
-        tensors.append(matrix("output", _OUTPUT, (hidden,), queries, by_linear=True))
+        output = matrix("output", _OUTPUT, (hidden,), queries, by_linear=True, divided="inputs")
+        tensors.append(output)
         if self.output_bias:
             tensors.append(vector("output_bias", _OUTPUT, (hidden,), "bias"))
         return tuple(tensors)
+
+    def divides(self, ways: int) -> bool:
+        """See ``Mixer``; key heads that are fewer than devices repeat."""
+        keys = self.num_kv_heads
+        return self.num_heads % ways == 0 and 0 in (keys % ways, ways % keys)
+
+    def split(self, ways: int) -> "Attention":
+        """See ``Mixer``."""
+        heads = max(self.num_kv_heads, ways)
+        return dataclasses.replace(self, num_kv_heads=heads, column_parts=ways)
 
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> AttentionKV:
         """See ``Mixer``."""
@@ -94,24 +107,30 @@ class Attention(Mixer):
         rows: Array | None = None,
     ) -> Array:
         """See ``Mixer``; x has the rows of ``params.qkv``, which is wider than D in some heads."""
-        batch, length, _ = x.shape
         projection = functools.partial(
             affine, weight=params.qkv, bias=params.qkv_bias, linear=run.linear
         )
         fused = over_listed(run.packing, params.qkv, projection, x)
-        heads = fused.reshape(batch, length, -1, self.head_dim)
-        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        q, k, v = self._heads(fused)
         if self.qk_norm:
             q, k = self.qk_norm(q, params.q_norm), self.qk_norm(k, params.k_norm)
         cos, sin = run.rotations[self.rotation]
         q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
         mixed = run.attend(index, q, k, v, window=self.window)
-        return mixed.swapaxes(1, 2).reshape(batch, q.shape[2], -1)
+        return mixed.swapaxes(1, 2).reshape(len(x), q.shape[2], -1)
 
     def output(self, params: "AttentionParams", mixed: Array, linear: Linear) -> Array:
         """See ``Mixer``."""
         return affine(mixed, params.output, params.output_bias, linear)
+
+    def _heads(self, fused: Array) -> list[Array]:
+        """Return q, k and v [B, T, heads, head_dim] of columns [B, T, ...]."""
+        batch, length, _ = fused.shape
+        parts = fused.reshape(batch, length, self.column_parts, -1, self.head_dim)
+        queries, keys = (n // self.column_parts for n in (self.num_heads, self.num_kv_heads))
+        cut = jnp.split(parts, [queries, queries + keys], axis=3)
+        return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
 
     def keys_and_values(
         self, params: "AttentionParams", x: Array, rotation: tuple[Array, Array], linear: Linear

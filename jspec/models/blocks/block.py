@@ -80,6 +80,14 @@ class Mixer:
         """Return the arrays of the weights, and the tensors of checkpoints that make them up."""
         raise NotImplementedError
 
+    def divides(self, ways: int) -> bool:
+        """Return whether ``ways`` devices can have a part each."""
+        raise NotImplementedError
+
+    def split(self, ways: int) -> "Mixer":
+        """Return the mixer whose weights are in ``ways`` parts; see ``Tensor.parts``."""
+        raise NotImplementedError
+
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> Entry:
         """Return an empty cache entry of ``capacity`` slots per row."""
         raise NotImplementedError
@@ -109,6 +117,14 @@ class FeedForward:
 
     def tensors(self, hidden: int) -> tuple[Tensor, ...]:
         """Return the arrays of the weights, and the tensors of checkpoints that make them up."""
+        raise NotImplementedError
+
+    def divides(self, ways: int) -> bool:
+        """See ``Mixer``."""
+        raise NotImplementedError
+
+    def split(self, ways: int) -> "FeedForward":
+        """See ``Mixer``."""
         raise NotImplementedError
 
     def apply(self, params: Any, x: Array, run: Pass) -> Array:

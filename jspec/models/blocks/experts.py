@@ -28,7 +28,7 @@ from jspec.core.types import Array
 from jspec.core.weights import as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
 from jspec.models.blocks.block import FeedForward, Pass
-from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams, gated
+from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams, gate, gated
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
@@ -46,6 +46,7 @@ class Experts(FeedForward):
     groups_per_token: int = 1  # groups whose experts are eligible
     normalise: bool = True  # divide the k weights by their sum
     scale: float = 1.0  # factor on the weights
+    column_parts: int = 1  # see ``GatedMlp``
 
     title = "experts"
 
@@ -70,7 +71,7 @@ class Experts(FeedForward):
     @property
     def shared(self) -> GatedMlp:
         """The shared expert."""
-        return GatedMlp(self.shared_size)
+        return GatedMlp(self.shared_size, column_parts=self.column_parts)
 
     def init(
         self, keys: Array, hidden: int, dtype: jnp.dtype, shrink: float = 1.0
@@ -95,15 +96,25 @@ class Experts(FeedForward):
         bias = "e_score_correction_bias"
         return (
             matrix("router", ("mlp.gate",), (count,), hidden),
-            matrix("gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count),
-            matrix("down", down, (hidden,) * count, wide, stack=count),
+            matrix(
+                "gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count, divided="outputs"
+            ),
+            matrix("down", down, (hidden,) * count, wide, stack=count, divided="inputs"),
             *self.shared.tensors(hidden, "shared.", "mlp.shared_experts"),
             vector("bias", ("mlp.gate",), (count,), bias, float32=True),
         )
 
+    def divides(self, ways: int) -> bool:
+        """See ``Mixer``: every device has a part of each expert."""
+        return self.intermediate_size % ways == self.shared_size % ways == 0
+
+    def split(self, ways: int) -> "Experts":
+        """See ``Mixer``."""
+        return dataclasses.replace(self, column_parts=ways)
+
     def apply(self, params: "ExpertsParams", x: Array, run: Pass) -> Array:
         """See ``FeedForward``."""
-        shared = gated(params.shared, x, run.linear)
+        shared = gated(params.shared, x, run.linear, self.column_parts)
         count = None if run.packing is None else run.packing.count
         return mixture(params, self, x, count=count) + shared
 
@@ -158,15 +169,21 @@ def mixture(
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
     token, weight = order // config.experts_per_token, weights.reshape(-1)[order]
+    forms = {
+        name: functools.partial(form, config.column_parts)
+        for name, form in (("blocks", _by_blocks), ("ragged", _ragged))
+    }
     if implementation is not None:
-        run = {"blocks": _by_blocks, "ragged": _ragged}[implementation]
+        run = forms[implementation]
     else:
-        run = functools.partial(lax.platform_dependent, cpu=_by_blocks, default=_ragged)
+        run = functools.partial(
+            lax.platform_dependent, cpu=forms["blocks"], default=forms["ragged"]
+        )
     out = run(params.gate_up, params.down, rows, token, weight, sizes)
     return out.reshape(x.shape)
 
 
-def _ragged(gate_up, down, x, token, weight, sizes) -> Array:
+def _ragged(parts, gate_up, down, x, token, weight, sizes) -> Array:
     """Multiply all (token, expert) pairs, sorted by expert, in two ragged products."""
     precision = lax.Precision.HIGHEST if gate_up.dtype == jnp.float32 else None
 
@@ -179,12 +196,11 @@ def _ragged(gate_up, down, x, token, weight, sizes) -> Array:
             preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
         )
 
-    gate, up = jnp.split(ragged(x[token], gate_up), 2, -1)
-    out = ragged(jax.nn.silu(gate) * up, down)
+    out = ragged(gate(ragged(x[token], gate_up), parts), down)
     return jnp.zeros(x.shape, out.dtype).at[token].add(out * weight[:, None])
 
 
-def _by_blocks(gate_up, down, x, token, weight, sizes) -> Array:
+def _by_blocks(parts, gate_up, down, x, token, weight, sizes) -> Array:
     """Multiply blocks of pairs of one expert; experts without tokens take no iteration."""
     pairs, experts = len(token), len(sizes)
     share = max(pairs // experts, 1)  # pairs per expert, if all are equally frequent
@@ -197,8 +213,8 @@ def _by_blocks(gate_up, down, x, token, weight, sizes) -> Array:
         nth = index - (last_turn[expert] - turns[expert])
         pair = end[expert] - sizes[expert] + nth * block + jnp.arange(block)
         clipped = jnp.minimum(pair, pairs - 1)
-        gate, up = jnp.split(ops.linear(x[token[clipped]], matrix_of(gate_up, expert)), 2, -1)
-        out = ops.linear(jax.nn.silu(gate) * up, matrix_of(down, expert))
+        columns = ops.linear(x[token[clipped]], matrix_of(gate_up, expert))
+        out = ops.linear(gate(columns, parts), matrix_of(down, expert))
         scale = jnp.where(pair < end[expert], weight[clipped], 0)
         return total.at[token[clipped]].add(out * scale[:, None])
 

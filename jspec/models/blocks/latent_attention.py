@@ -109,20 +109,36 @@ class LatentAttention(Mixer):
             tensors = [
                 matrix("down", at("q_a_proj") + down, (rank, self.width), inputs),
                 vector("q_norm", at("q_a_layernorm"), (rank,)),
-                matrix("q_up", at("q_b_proj"), queries, rank),
+                matrix("q_up", at("q_b_proj"), queries, rank, divided="outputs"),
             ]
         else:
             tensors = [
                 matrix("down", down, (self.width,), inputs),
-                matrix("q_up", at("q_proj"), queries, inputs),
+                matrix("q_up", at("q_proj"), queries, inputs, divided="outputs"),
             ]
         up = (heads * (self.nope_dim + self.value_dim),)
         return (
             *tensors,
             vector("kv_norm", at("kv_a_layernorm"), (self.kv_rank,)),
-            matrix("kv_up", at("kv_b_proj"), up, self.kv_rank, transpose=False),
-            matrix("output", at("o_proj"), (hidden,), heads * self.value_dim, by_linear=True),
+            matrix("kv_up", at("kv_b_proj"), up, self.kv_rank, transpose=False, divided="outputs"),
+            matrix(
+                "output",
+                at("o_proj"),
+                (hidden,),
+                heads * self.value_dim,
+                by_linear=True,
+                divided="inputs",
+            ),
         )
+
+    def divides(self, ways: int) -> bool:
+        """See ``Mixer``."""
+        return self.num_heads % ways == 0
+
+    def split(self, ways: int) -> "LatentAttention":
+        """See ``Mixer``: every head has columns of its own, and all devices have the latents."""
+        del ways
+        return self
 
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentKV:
         """See ``Mixer``."""

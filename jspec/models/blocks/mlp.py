@@ -18,6 +18,7 @@ class GatedMlp(FeedForward):
 
     intermediate_size: int  # F
     bias: bool = False
+    column_parts: int = 1  # Each part of gate_up has columns of both.
 
     title = "a gated MLP"
 
@@ -43,20 +44,30 @@ class GatedMlp(FeedForward):
         wide, gate_up = self.intermediate_size, (f"{module}.gate_proj", f"{module}.up_proj")
         down = (f"{module}.down_proj",)
         tensors = (
-            matrix(f"{field}gate_up", gate_up, (wide, wide), hidden, by_linear=True),
-            matrix(f"{field}down", down, (hidden,), wide, by_linear=True),
+            matrix(
+                f"{field}gate_up", gate_up, (wide, wide), hidden, by_linear=True, divided="outputs"
+            ),
+            matrix(f"{field}down", down, (hidden,), wide, by_linear=True, divided="inputs"),
         )
         if not self.bias:
             return tensors
         return (
             *tensors,
-            vector(f"{field}gate_up_bias", gate_up, (wide, wide), "bias"),
+            vector(f"{field}gate_up_bias", gate_up, (wide, wide), "bias", divided="outputs"),
             vector(f"{field}down_bias", down, (hidden,), "bias"),
         )
 
+    def divides(self, ways: int) -> bool:
+        """See ``Mixer``."""
+        return self.intermediate_size % ways == 0
+
+    def split(self, ways: int) -> "GatedMlp":
+        """See ``Mixer``."""
+        return dataclasses.replace(self, column_parts=ways)
+
     def apply(self, params: "GatedMlpParams", x: Array, run: Pass) -> Array:
         """See ``FeedForward``."""
-        return gated(params, x, run.linear)
+        return gated(params, x, run.linear, self.column_parts)
 
 
 @struct.dataclass
@@ -69,7 +80,14 @@ class GatedMlpParams:
     down_bias: Array | None = None  # [D]
 
 
-def gated(params: GatedMlpParams, x: Array, linear: Linear) -> Array:
+def gated(params: GatedMlpParams, x: Array, linear: Linear, column_parts: int = 1) -> Array:
     """Return the gated MLP of x [..., D], in the dtype of ``linear``."""
-    gate, up = jnp.split(affine(x, params.gate_up, params.gate_up_bias, linear), 2, axis=-1)
-    return affine(jax.nn.silu(gate) * up, params.down, params.down_bias, linear)
+    columns = affine(x, params.gate_up, params.gate_up_bias, linear)
+    return affine(gate(columns, column_parts), params.down, params.down_bias, linear)
+
+
+def gate(columns: Array, parts: int = 1) -> Array:
+    """Return silu(gate) * up [..., F] of columns [..., 2F], which are in ``parts``."""
+    both = columns.reshape(*columns.shape[:-1], parts, 2, -1)
+    gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    return gated.reshape(*columns.shape[:-1], -1)

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -17,6 +19,9 @@ class Tensor:
       stack: number of such arrays along a new first axis; None for a single one without it.
       float32: whether the array is float32 regardless of the dtype of the others.
       by_linear: whether only the ``linear`` of a pass reads it, so that its layout is free.
+      divided: the axis that several devices divide, "outputs" or "inputs"; None for an array that
+        every device has.
+      unit: outputs that stay together, such as those of a head.
     """
 
     path: tuple[str | int, ...]
@@ -26,6 +31,33 @@ class Tensor:
     stack: int | None = None
     float32: bool = False
     by_linear: bool = False
+    divided: str | None = None
+    unit: int = 1
+
+    @property
+    def divided_axis(self) -> int | None:
+        """The axis in memory that devices divide, from the last one: -1 or -2; None for none."""
+        if self.divided is None:
+            return None
+        if len(self.shapes[0]) == 1:
+            return -1
+        return -1 if (self.divided == "outputs") == self.transpose else -2
+
+    def parts(self, count: int) -> np.ndarray | None:
+        """Return the order of the outputs in ``count`` equal parts, each with all of the names.
+
+        The units of a tensor with fewer than ``count`` repeat. None if the order stays.
+        """
+        sizes = [shape[0] for shape in self.shapes[: len(self.shapes) // (self.stack or 1)]]
+        if self.divided != "outputs" or len(sizes) == 1:
+            return None
+        begins, order = np.cumsum([0, *sizes[:-1]]), []
+        for part in range(count):
+            for begin, size in zip(begins, sizes, strict=True):
+                width = max(size // count, self.unit)
+                first = begin + part * size // count // width * width
+                order.append(np.arange(first, first + width))
+        return np.concatenate(order)
 
 
 def matrix(

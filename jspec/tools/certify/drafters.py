@@ -21,8 +21,7 @@ from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.report import Finding, raised
 from jspec.tools.certify.statistics import excess
 from jspec.tools.certify.watching import CONDITIONS, Observation, observed, watch
-from jspec.util.buckets import bucket
-from jspec.util.values import is_whole
+from jspec.util.values import bucket, is_whole
 
 NUM_DRAFTS = 4096
 _MOST_ROWS = 64  # at once

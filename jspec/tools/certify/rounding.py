@@ -21,8 +21,8 @@ from jspec.engine.loop import DecodeState, prefill
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
-from jspec.util.buckets import bucket
 from jspec.util.promotion import standard_promotion
+from jspec.util.values import bucket
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
 _LARGEST_GAP = 2.0**14

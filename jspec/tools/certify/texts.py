@@ -17,7 +17,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.rounding import gap, plausible, scored
-from jspec.util.buckets import bucket
+from jspec.util.values import bucket
 
 _MOST_ROWS = 8  # rows of a pass that measures rounding
 _SHOWN = 4  # divergences in words

@@ -1,0 +1,158 @@
+"""Texts of one device and of several, and the collectives of a round; prints one JSON per case.
+
+Its argument is "few" or "others": the cases.
+
+tests/test_several_devices.py runs this in a process where one CPU simulates eight devices.
+"""
+
+import collections
+import functools
+import json
+import pathlib
+import re
+import sys
+import tempfile
+
+import jax
+
+import jspec
+from jspec.api.build import build_plan
+from jspec.api.config import read
+from jspec.checkpoints.heads.head_files import LoadedHead
+from jspec.checkpoints.loading import LoadedModel
+from jspec.engine.profile import Profile
+from jspec.models import decoder
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from jspec.models.heads import eagle
+from jspec.sharding import mesh
+from tests import networks, program_size, tiny
+
+# Two key heads: with four and with eight devices they repeat.
+STANDARD = networks.build(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=256,
+    qk_norm=True,
+    qkv_bias=True,
+)
+EXPERTS = Experts(num_experts=4, experts_per_token=2, intermediate_size=16, shared_size=32)
+LATENT = LatentAttention(num_heads=8, kv_rank=16, q_rank=12, nope_dim=8, rope_dim=8, value_dim=8)
+KINDS = {
+    "standard": STANDARD,
+    "windowed": networks.changed(STANDARD, windows=(8, None), tie_embeddings=True),
+    "experts": networks.changed(STANDARD, feed_forward=EXPERTS),
+    "latent": networks.changed(STANDARD, mixer=LATENT, num_layers=2),
+}
+HEAD = eagle.EagleConfig(
+    networks.changed(STANDARD, num_layers=1, vocab_size=40),
+    3,
+    (0, 1),
+    STANDARD.hidden_size,
+    STANDARD.vocab_size,
+    separate_head=True,
+)
+CHAIN = {"method": "eagle3", "num_speculative_tokens": 4}
+METHODS = {
+    "none": None,
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+    "eagle3": CHAIN,
+    "drawn tree": CHAIN | {"tree": "sampled", "tree_size": 8},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "coupled": CHAIN | {"rejection_sample_method": "coupled"},
+}
+FEW = [
+    (2, "ngram", "experts"),
+    (4, "eagle3", "standard"),
+]
+OTHERS = [
+    (2, "coupled", "windowed"),
+    (4, "draft_model", "latent"),
+    (8, "drawn tree", "standard"),
+]
+
+
+def loud(key: int, init, *of):
+    """Return random weights, scaled up for peaked and varied distributions."""
+    return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, init(jax.random.key(key), *of))
+
+
+@functools.cache
+def directory() -> str:
+    """Return a directory whose config.json names no end of a text."""
+    path = pathlib.Path(tempfile.mkdtemp())
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def target(kind: str) -> LoadedModel:
+    return LoadedModel(directory(), KINDS[kind], loud(0, decoder.init_params, KINDS[kind]), {})
+
+
+def config(method: str):
+    """Return the ``speculative_config`` of a method, with its network."""
+    given = METHODS[method]
+    if given is None or given["method"] == "ngram":
+        return given
+    if given["method"] == "draft_model":
+        weights = loud(1, decoder.init_params, tiny.DRAFT_CONFIG)
+        return given | {"model": LoadedModel(directory(), tiny.DRAFT_CONFIG, weights, {})}
+    weights = loud(2, eagle.init_params, HEAD)
+    return given | {"model": LoadedHead("eagle3", "eagle3", HEAD, weights, {})}
+
+
+def texts(size: int, method: str, kind: str) -> list:
+    """Return the tokens of greedy and of drawn texts, which share pages and are preempted."""
+    llm = jspec.LLM(
+        target(kind),
+        config(method),
+        max_num_seqs=4,
+        max_model_len=96,
+        block_size=8,
+        num_gpu_blocks_override=20,
+        tensor_parallel_size=size,
+    )
+    common = {"max_tokens": 40, "detokenize": False, "ignore_eos": True}
+    settings = [
+        jspec.SamplingParams(temperature=0, **common),
+        jspec.SamplingParams(temperature=0.8, top_p=0.95, seed=3, n=2, **common),
+        jspec.SamplingParams(temperature=1, top_k=9, presence_penalty=0.5, seed=5, **common),
+    ]
+    prompts = [list(range(3, 3 + length)) for length in (20, 20, 9)]
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], settings)
+    assert any(metric.value for metric in llm.get_metrics() if "preemptions" in metric.name)
+    return [list(text.token_ids) for output in outputs for text in output.outputs]
+
+
+def collectives(size: int, method: str) -> dict[str, int]:
+    """Return how often each collective stands in a greedy launch, of which a round runs all."""
+    devices = mesh.make(size)
+    with mesh.on(devices):
+        build = build_plan(target("standard"), read(config(method)), mesh=devices)
+        compiled = program_size.lowered(build.plan, build.params, Profile()).compile()
+    names = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
+    found = re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
+    return dict(collections.Counter(found))
+
+
+def main():
+    given = sys.argv[1]
+    for case in {"few": FEW, "others": OTHERS}[given]:
+        print(json.dumps({"case": case, "one": texts(1, *case[1:]), "several": texts(*case)}))
+    for method in ("none", "eagle3") if given == "few" else ():
+        print(json.dumps({"method": method, "collectives": collectives(4, method)}))
+
+
+if __name__ == "__main__":
+    main()

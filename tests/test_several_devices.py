@@ -1,0 +1,96 @@
+"""Tensor parallelism: the texts of one device, and few collectives."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import jspec
+from jspec.models import partition
+from tests import house, on_a_mesh, tiny
+
+LAYERS = on_a_mesh.STANDARD.num_layers
+
+
+def printed(cases: str) -> list[dict]:
+    """Return the output of tests/on_a_mesh.py on eight virtual devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.on_a_mesh", cases],
+        cwd=house.ROOT,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def few():
+    return printed("few")
+
+
+def check_texts(lines, expected):
+    cases = [line for line in lines if "case" in line]
+    assert [tuple(line["case"]) for line in cases] == expected
+    for line in cases:
+        assert line["several"] == line["one"], line["case"]
+        assert len(line["one"]) == 4 and all(len(text) == 40 for text in line["one"])
+
+
+def test_texts_of_several_devices_are_those_of_one(few):
+    check_texts(few, on_a_mesh.FEW)
+
+
+@pytest.mark.slow
+def test_texts_of_several_devices_are_those_of_one_for_more_methods_and_layers():
+    check_texts(printed("others"), on_a_mesh.OTHERS)
+
+
+@pytest.mark.parametrize(("method", "more"), [("none", 6), ("eagle3", 6 * 4 + 6)])
+def test_a_round_has_two_all_reduces_a_layer_and_few_more(few, method, more):
+    (counted,) = [line["collectives"] for line in few if line.get("method") == method]
+    assert set(counted) == {"all-reduce"}
+    # Each of the sizes of a pass has the all-reduces behind attention.
+    assert 2 * LAYERS <= counted["all-reduce"] <= 2 * LAYERS + more
+
+
+def test_a_number_of_devices_that_divides_no_heads_is_refused_with_those_that_work():
+    words = (
+        r"tensor_parallel_size=3 does not divide the 8 heads, 2 key heads and MLPs of this model; "
+        r"it works with 2, 4, 8\."
+    )
+    with pytest.raises(ValueError, match=words):
+        partition.split(on_a_mesh.STANDARD, 3)
+
+
+def test_more_devices_than_there_are_are_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="tensor_parallel_size=512 needs 512 devices, but JAX has"):
+        jspec.LLM("no/such/model", tensor_parallel_size=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("deterministic", True),
+        ("attention_backend", "reference"),
+        ("sampling_backend", "reference"),
+    ],
+)
+def test_what_works_on_one_device_alone_is_refused_on_several(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} works on one device, but tensor"):
+        jspec.LLM("no/such/model", tensor_parallel_size=2, **{name: value})
+
+
+def test_joined_columns_come_in_parts_of_whole_heads():
+    tiny_qkv = tiny.TARGET.config.layers[0].mixer.tensors(32)[0]
+    assert tiny_qkv.shapes == ((32, 32), (16, 32), (16, 32))
+    halves = tiny_qkv.parts(2).reshape(2, 32)
+    assert halves[0].tolist() == [*range(16), *range(32, 40), *range(48, 56)]
+    assert halves[1].tolist() == [*range(16, 32), *range(40, 48), *range(56, 64)]
+    quarters = tiny_qkv.parts(4).reshape(4, 24)  # two devices share each key head
+    assert quarters[1].tolist() == [*range(8, 16), *range(32, 40), *range(48, 56)]
