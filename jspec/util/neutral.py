@@ -9,13 +9,20 @@ from typing import Any
 from jspec.util.messages import did_you_mean, shown
 
 # By name: the values without an effect, and why others are refused.
-Table = Mapping[str, tuple[tuple, str]]
+Table = Mapping[str, tuple[Iterable, str]]
+
+
+class _Any(tuple):
+    """All values, of an argument that has nothing to set here."""
+
+
+_ANY = _Any()
 _NONE = (None,)
 _OFF = (None, False)
 _EMPTY = (None, False, [], {}, (), "")
 # Arguments of ``LLM``.
 ENGINE: Table = {
-    "trust_remote_code": (_OFF, "jspec never runs the code of a checkpoint"),
+    "trust_remote_code": ((None, True, False), "it is True or False; no code of files runs"),
     "quantization": (_NONE, "weights are not quantised"),
     "enforce_eager": ((None, True, False), "it is True or False, without an effect"),
     "load_format": ((None, "auto", "safetensors", "gguf"), "the files decide how they are read"),
@@ -28,7 +35,7 @@ ENGINE: Table = {
         "one process runs all devices, whatever is named",
     ),
     "enable_chunked_prefill": ((None, True, False), "it is True or False, without an effect"),
-    "max_num_batched_tokens": (_NONE, "max_num_seqs limits a batch"),
+    "max_num_batched_tokens": (_ANY, ""),  # chunks of prompts have sizes of their own
     "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the weights"),
     "swap_space": ((None, 0, 4), "nothing is swapped"),
     "cpu_offload_gb": ((None, 0), "nothing is offloaded"),
@@ -37,7 +44,7 @@ ENGINE: Table = {
     "code_revision": (_NONE, "jspec never runs the code of a checkpoint"),
     "hf_token": (_NONE, "log in with `hf auth login`"),
     "hf_overrides": (_OFF, "edit config.json"),
-    "compilation_config": (_NONE, "set XLA_FLAGS"),
+    "compilation_config": (_ANY, ""),  # everything is compiled, with the sizes of jspec
     "async_scheduling": (
         (None, True, False),
         "it is True or False, without an effect: the next launch never waits for the last one",
@@ -166,7 +173,7 @@ def is_neutral(value: Any, values: Iterable[Any]) -> bool:
     >>> is_neutral(1.0, (None, 1)), is_neutral(True, (None, 1)), is_neutral([], (None, []))
     (True, False, True)
     """
-    return any(
+    return isinstance(values, _Any) or any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
     )
 

@@ -49,10 +49,9 @@ def complaint(monkeypatch, capsys, *arguments):
     ("flags", "words"),
     [
         (["--max-model-length", "5"], "no --max-model-length; did you mean 'max-model-len'?"),
-        (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: there is one"),
+        (["--tensor-parallel-size", "99"], "tensor_parallel_size=99 needs 99 devices"),
         (["--quantization=awq"], "quantization='awq' is not supported"),
-        (["--trust-remote-code"], "jspec never runs the code of a checkpoint"),
-        (["--max-num-batched-tokens", "99"], "max_num_batched_tokens=99 is not supported"),
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported"),
         (["--frobnicate"], "jspec serve has no 'frobnicate'"),
         (["more"], "'more' is no flag"),
         (["--log-format", "xml"], "--log-format 'xml' must be one of json, text"),

@@ -121,8 +121,8 @@ _REFUSED = {
     "confidence_threshold": "removed, because it gained nothing; use a smaller "
     "num_speculative_tokens or adaptive_length",
     "disable_eagle_block_drop": _VLLM_ONLY,
-    "disable_padded_drafter_batch": _VLLM_ONLY,
-    "enforce_eager": "the whole loop is one compiled program; there is no eager mode",
+    "disable_padded_drafter_batch": "True or False, without an effect: shapes are static",
+    "enforce_eager": "True or False, without an effect: everything is compiled",
     "moe_backend": "jspec.ops chooses the kernel by device",
     "draft_model_config": _VLLM_ONLY,
     "draft_parallel_config": _VLLM_ONLY,
@@ -156,7 +156,8 @@ _DEFAULTS = {
     **dict.fromkeys(_SWITCHES, False),
 }
 _ALSO = {
-    "enforce_eager": (False,),
+    "enforce_eager": (True, False),
+    "disable_padded_drafter_batch": (True, "True", "False"),
     "attention_backend": ("auto",),
     "kv_cache_dtype": ("auto",),
     "moe_backend": ("auto",),
