@@ -47,6 +47,7 @@ KINDS = {
     "standard": STANDARD,
     "windowed": networks.changed(STANDARD, windows=(8, None), tie_embeddings=True),
     "experts": networks.changed(STANDARD, feed_forward=EXPERTS),
+    "experts apart": networks.changed(STANDARD, feed_forward=EXPERTS),
     "latent": networks.changed(STANDARD, mixer=LATENT, num_layers=2),
 }
 HEAD = eagle.EagleConfig(
@@ -74,6 +75,7 @@ METHODS = {
 FEW = [
     (2, "ngram", "experts"),
     (4, "eagle3", "standard"),
+    (4, "none", "experts apart"),
 ]
 OTHERS = [
     (2, "coupled", "windowed"),
@@ -122,6 +124,7 @@ def texts(size: int, method: str, kind: str) -> list:
         block_size=8,
         num_gpu_blocks_override=20,
         tensor_parallel_size=size,
+        enable_expert_parallel=kind == "experts apart",
     )
     common = {"max_tokens": 40, "detokenize": False, "ignore_eos": True}
     settings = [

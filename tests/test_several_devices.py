@@ -68,6 +68,11 @@ def test_a_number_of_devices_that_divides_no_heads_is_refused_with_those_that_wo
         partition.split(on_a_mesh.STANDARD, 3)
 
 
+def test_experts_of_a_model_without_any_are_refused():
+    with pytest.raises(ValueError, match="enable_expert_parallel=True, but the model has no exp"):
+        partition.by_experts(on_a_mesh.STANDARD)
+
+
 def test_more_devices_than_there_are_are_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="tensor_parallel_size=512 needs 512 devices, but JAX has"):
         jspec.LLM("no/such/model", tensor_parallel_size=512)

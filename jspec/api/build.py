@@ -57,13 +57,15 @@ def build_plan(
     deterministic: bool = False,
     backends: Backends = Backends(),  # noqa: B008 (frozen)
     mesh: Mesh | None = None,
+    expert_parallel: bool = False,
     check: Callable[[Plan, Params], MemoryPlan] | None = None,
 ) -> Build:
     """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``.
 
     ``mesh`` has the devices among which the target is split; each of them has the drafter. None
-    for one device. ``check`` makes the memory plan, from shapes where weights are not loaded yet.
-    It is not called for a class of the user that makes its own weights.
+    for one device. With ``expert_parallel`` they have some experts each. ``check`` makes the memory
+    plan, from shapes where weights are not loaded yet. It is not called for a class of the user
+    that makes its own weights.
     """
     if isinstance(tokenizer, str | os.PathLike):
         try:
@@ -89,17 +91,20 @@ def build_plan(
         deterministic=deterministic,
         backends=backends,
     )
-    partition.split(outlined.model.config, mesh_lib.size_of(mesh))  # raises if it cannot be done
+    by_experts = partition.by_experts if expert_parallel else lambda config: config
+    # Raises if it cannot be split so.
+    partition.split(by_experts(outlined.model.config), mesh_lib.size_of(mesh))
     memory_plan = None
     if check is not None and not speculative.drafter_class:
         memory_plan = check(outlined.plan, outlined.params)
     loaded = loading.load(model, dtype)
     part, weights = _load(outlined.part, loaded, outlined.draft_dtype, loading.load)
-    split = partition.split(loaded.config, mesh_lib.size_of(mesh))
+    whole = by_experts(loaded.config)
+    split = partition.split(whole, mesh_lib.size_of(mesh))
     plan = _plan(part, split, deterministic, backends)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
     if mesh is not None:
-        params = partition.placed(loaded.params, loaded.config, mesh)
+        params = partition.placed(loaded.params, whole, mesh)
         loaded = dataclasses.replace(loaded, config=split, params=params)
         weights = mesh_lib.placed(weights, mesh)
     params = Params(loaded.params, weights)

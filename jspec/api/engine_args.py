@@ -54,6 +54,9 @@ class EngineArgs:
     tensor_parallel_size: int = argument(
         1, "Devices that the target is split among.", check=_COUNT, min=1
     )
+    enable_expert_parallel: bool = argument(
+        False, "Devices have some experts each, not a part of every expert.", check=_BOOL
+    )
     per_request_stats: str | None = argument(None, check=_STATS)
     tokenizer: Any = argument(
         None, "Directory of a tokenizer. Default: the model's own.", kind=str | None

@@ -81,6 +81,8 @@ class LLM:
         "pallas_gpu" or "pallas_tpu"; None for "xla".
       tensor_parallel_size: devices that the target is split among: its heads, the widths of its
         MLPs and its vocabulary. Each of them has the whole drafter. Texts do not depend on it.
+      enable_expert_parallel: whether these devices have some experts each, not a part of every
+        expert.
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
@@ -115,6 +117,7 @@ class LLM:
                 PAGE_SIZE if args.block_size is None else args.block_size,
             ),
             mesh=mesh,
+            expert_parallel=args.enable_expert_parallel,
             check=functools.partial(_check_memory, args, self.max_num_seqs),
         )
         self.detailed = args.per_request_stats == "detailed"

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspec.core.weights import Transposed
+from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.tensors import Tensor
-from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.decoder import DecoderConfig, DecoderParams, Layer
 from jspec.sharding import TENSOR
 from jspec.sharding import mesh as mesh_lib
 
@@ -44,6 +45,24 @@ def split(config: DecoderConfig, ways: int) -> DecoderConfig:
     )
     # Kernels take whole arrays.
     return dataclasses.replace(config, layers=layers, attention=config.attention or "xla")
+
+
+def by_experts(config: DecoderConfig) -> DecoderConfig:
+    """Return a config of which devices have some experts each, not a part of every expert.
+
+    Raises:
+      ValueError: it has no experts.
+    """
+    if not config.has_experts:
+        raise ValueError("enable_expert_parallel=True, but the model has no experts; leave it out.")
+
+    def changed(layer: Layer) -> Layer:
+        if not isinstance(layer.feed_forward, Experts):
+            return layer
+        feed_forward = dataclasses.replace(layer.feed_forward, expert_parallel=True)
+        return dataclasses.replace(layer, feed_forward=feed_forward)
+
+    return dataclasses.replace(config, layers=tuple(map(changed, config.layers)))
 
 
 def placed(params: DecoderParams, config: DecoderConfig, mesh: Mesh) -> DecoderParams:

@@ -6,6 +6,7 @@ places of the weights. Between programs, the caches of the target are split by h
 on every device: a program that returned another split would be compiled again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +41,22 @@ def by_heads(tree: Any) -> Any:
         return lax.with_sharding_constraint(x, spec)
 
     return jax.tree.map(split, tree)
+
+
+def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -> Any:
+    """Run ``function`` on every device, and return the sum of the results.
+
+    Its first arguments are the device's own shares of ``parts``, split along axis 0. ``others``
+    are whole.
+    """
+
+    def run(parts: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+        return lax.psum(function(*parts, *others), TENSOR)
+
+    specs = PartitionSpec(TENSOR), PartitionSpec()
+    # The loops of a function begin with arrays that are equal on all devices, and end with others.
+    each = jax.shard_map(run, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return each(parts, others)
 
 
 def settled(state: Any) -> Any:

@@ -28,8 +28,8 @@ ENGINE: Table = {
     "load_format": ((None, "auto", "safetensors", "gguf"), "the files decide how they are read"),
     "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),
     "skip_tokenizer_init": (_OFF, "pass token ids and SamplingParams(detokenize=False)"),
-    "pipeline_parallel_size": ((None, 1), "there is one device"),
-    "data_parallel_size": ((None, 1), "there is one device"),
+    "pipeline_parallel_size": ((None, 1), "set tensor_parallel_size"),
+    "data_parallel_size": ((None, 1), "start replicas; docs/serving.md says how"),
     "distributed_executor_backend": (
         (None, "mp", "ray", "uni"),
         "one process runs all devices, whatever is named",
@@ -61,7 +61,6 @@ ENGINE: Table = {
     "config_format": ((None, "auto", "hf"), "config.json and GGUF are read"),
     "download_dir": (_NONE, "set HF_HOME"),
     "served_model_name": (_NONE, "jspec serve has it"),
-    "enable_expert_parallel": (_OFF, "there is one device"),
     "enable_sleep_mode": (_OFF, "delete the LLM to free its memory"),
     "enable_prompt_embeds": (_OFF, "prompts are text or token ids"),
     "allowed_local_media_path": ((None, ""), "prompts are text"),

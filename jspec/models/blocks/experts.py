@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import ops
+from jspec import ops, sharding
 from jspec.core.types import Array
 from jspec.core.weights import as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
@@ -47,6 +47,7 @@ class Experts(FeedForward):
     normalise: bool = True  # divide the k weights by their sum
     scale: float = 1.0  # factor on the weights
     column_parts: int = 1  # see ``GatedMlp``
+    expert_parallel: bool = False  # Devices have some experts each, not a part of every expert.
 
     title = "experts"
 
@@ -94,19 +95,21 @@ class Experts(FeedForward):
         gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
         down = [f"{expert}.down_proj" for expert in experts]
         bias = "e_score_correction_bias"
+        divided = ("experts",) * 2 if self.expert_parallel else ("outputs", "inputs")
         return (
             matrix("router", ("mlp.gate",), (count,), hidden),
             matrix(
-                "gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count, divided="outputs"
+                "gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count, divided=divided[0]
             ),
-            matrix("down", down, (hidden,) * count, wide, stack=count, divided="inputs"),
+            matrix("down", down, (hidden,) * count, wide, stack=count, divided=divided[1]),
             *self.shared.tensors(hidden, "shared.", "mlp.shared_experts"),
             vector("bias", ("mlp.gate",), (count,), bias, float32=True),
         )
 
     def divides(self, ways: int) -> bool:
-        """See ``Mixer``: every device has a part of each expert."""
-        return self.intermediate_size % ways == self.shared_size % ways == 0
+        """See ``Mixer``."""
+        shared = self.num_experts if self.expert_parallel else self.intermediate_size
+        return shared % ways == self.shared_size % ways == 0
 
     def split(self, ways: int) -> "Experts":
         """See ``Mixer``."""
@@ -169,8 +172,9 @@ def mixture(
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
     token, weight = order // config.experts_per_token, weights.reshape(-1)[order]
+    parts = 1 if config.expert_parallel else config.column_parts
     forms = {
-        name: functools.partial(form, config.column_parts)
+        name: functools.partial(form, parts)
         for name, form in (("blocks", _by_blocks), ("ragged", _ragged))
     }
     if implementation is not None:
@@ -179,8 +183,22 @@ def mixture(
         run = functools.partial(
             lax.platform_dependent, cpu=forms["blocks"], default=forms["ragged"]
         )
-    out = run(params.gate_up, params.down, rows, token, weight, sizes)
+    if config.expert_parallel and sharding.num_shards() > 1:
+        run_here = functools.partial(_of_device, run)
+        weights = params.gate_up, params.down
+        out = sharding.summed(run_here, weights, rows, token, weight, sizes)
+    else:
+        out = run(params.gate_up, params.down, rows, token, weight, sizes)
     return out.reshape(x.shape)
+
+
+def _of_device(run, gate_up, down, x, token, weight, sizes) -> Array:
+    """Run the experts that this device has; their pairs, which are consecutive, come first."""
+    count = gate_up.shape[0]
+    first = lax.axis_index(sharding.TENSOR) * count
+    before = jnp.where(jnp.arange(len(sizes)) < first, sizes, 0).sum()
+    token, weight = jnp.roll(token, -before), jnp.roll(weight, -before)
+    return run(gate_up, down, x, token, weight, lax.dynamic_slice(sizes, (first,), (count,)))
 
 
 def _ragged(parts, gate_up, down, x, token, weight, sizes) -> Array:

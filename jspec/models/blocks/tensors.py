@@ -19,8 +19,8 @@ class Tensor:
       stack: number of such arrays along a new first axis; None for a single one without it.
       float32: whether the array is float32 regardless of the dtype of the others.
       by_linear: whether only the ``linear`` of a pass reads it, so that its layout is free.
-      divided: the axis that several devices divide, "outputs" or "inputs"; None for an array that
-        every device has.
+      divided: the axis that several devices divide, "outputs", "inputs" or "experts" (a stack);
+        None for an array that every device has.
       unit: outputs that stay together, such as those of a head.
     """
 
@@ -36,9 +36,9 @@ class Tensor:
 
     @property
     def divided_axis(self) -> int | None:
-        """The axis in memory that devices divide, from the last one: -1 or -2; None for none."""
-        if self.divided is None:
-            return None
+        """The axis in memory that devices divide, from the last one: -1 to -3; None for none."""
+        if self.divided in (None, "experts"):
+            return self.divided and -3
         if len(self.shapes[0]) == 1:
             return -1
         return -1 if (self.divided == "outputs") == self.transpose else -2
