@@ -379,7 +379,8 @@ def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Param
         tensor_parallel_size=args.tensor_parallel_size,
     )
     _log.info("%s", planned)
-    planned.check()
+    if planned.least > planned.memory:  # The pool refuses a setting that leaves it no page.
+        planned.check()
     return planned
 
 
