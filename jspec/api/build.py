@@ -4,6 +4,7 @@ Every error is raised before the target's weights are loaded, which may take min
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -51,64 +52,21 @@ def build_plan(
     model: str | os.PathLike | LoadedModel,
     speculative: SpeculativeConfig,
     *,
-    dtype: str | None = None,
-    max_model_len: int | None = None,
-    tokenizer: Any = None,
-    deterministic: bool = False,
-    backends: Backends = Backends(),  # noqa: B008 (frozen)
-    mesh: Mesh | None = None,
-    expert_parallel: bool = False,
     check: Callable[[Plan, Params], MemoryPlan] | None = None,
+    **settings: Any,
 ) -> Build:
-    """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``.
+    """Load a target and its drafter.
 
-    ``mesh`` has the devices among which the target is split; each of them has the drafter. None
-    for one device. With ``expert_parallel`` they have some experts each. ``check`` makes the memory
-    plan, from shapes where weights are not loaded yet. It is not called for a class of the user
-    that makes its own weights.
+    ``settings`` are those of ``outline``; errors are those of ``jspec.LLM``. ``check`` makes the
+    memory plan, from shapes where weights are not loaded yet. It is not called for a class of the
+    user that makes its own weights.
     """
-    if isinstance(tokenizer, str | os.PathLike):
-        try:
-            tokenizer = checkpoint.load_tokenizer(tokenizer)
-        except ValueError as error:
-            raise ValueError(f"tokenizer={shown(str(tokenizer))}: {error}") from None
-    if not (tokenizer is None or hasattr(tokenizer, "all_special_ids")):
-        remedy = ""
-        if type(tokenizer).__module__.startswith("tokenizers"):
-            remedy = "; wrap it: transformers.PreTrainedTokenizerFast(tokenizer_object=...)"
-        raise ValueError(
-            f"tokenizer={shown(tokenizer, 60)} must be a directory, or a tokenizer of "
-            f"transformers{remedy}."
-        )
-    if tokenizer is None and speculative.needs_model:
-        tokenizer = loading.tokenizer_if_any(model)
-    outlined = outline(
-        model,
-        speculative,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
-        deterministic=deterministic,
-        backends=backends,
-    )
-    by_experts = partition.by_experts if expert_parallel else lambda config: config
-    # Raises if it cannot be split so.
-    partition.split(by_experts(outlined.model.config), mesh_lib.size_of(mesh))
+    loading.check_files(model)
+    outlined = outline(model, speculative, **settings)
     memory_plan = None
     if check is not None and not speculative.drafter_class:
         memory_plan = check(outlined.plan, outlined.params)
-    loaded = loading.load(model, dtype)
-    part, weights = _load(outlined.part, loaded, outlined.draft_dtype, loading.load)
-    whole = by_experts(loaded.config)
-    split = partition.split(whole, mesh_lib.size_of(mesh))
-    plan = _plan(part, split, deterministic, backends)
-    weights = _separate_weights(part, plan.drafter, weights, loaded)
-    if mesh is not None:
-        params = partition.placed(loaded.params, whole, mesh)
-        loaded = dataclasses.replace(loaded, config=split, params=params)
-        weights = mesh_lib.placed(weights, mesh)
-    params = Params(loaded.params, weights)
-    return Build(loaded, tokenizer, outlined.max_model_len, plan, params, memory_plan)
+    return dataclasses.replace(outlined.load(), memory_plan=memory_plan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,10 +76,10 @@ class Outline:
     Attributes:
       model: the target, with shapes for weights.
       max_model_len: longest sequence.
-      plan: static.
+      plan: static, as for one device.
       params: weights of heads and of loaded models, and shapes of others.
       part: the drafter that fits.
-      draft_dtype: of the drafter; None for the dtype of its checkpoint.
+      settings: how the weights are loaded.
     """
 
     model: LoadedModel
@@ -129,7 +87,44 @@ class Outline:
     plan: Plan
     params: Params
     part: "_Part"
+    settings: "_Settings"
+
+    def load(self) -> Build:
+        """Return the target and its drafter with their weights."""
+        settings, mesh = self.settings, self.settings.mesh
+        whole = settings.config_of(self.model.config)
+        rules = partition.rules(whole, mesh_lib.size_of(mesh))
+        placements = partition.placements(rules, mesh)
+        loaded = loading.load(settings.model, settings.dtype, placements)
+        if loaded is settings.model:
+            loaded = loaded.with_params(partition.placed(loaded.params, rules, mesh))
+        split = partition.split(settings.config_of(loaded.config), mesh_lib.size_of(mesh))
+        loaded = dataclasses.replace(loaded, config=split)
+        load = functools.partial(loading.load, sharding=partition.placements({}, mesh))
+        part, weights = _load(self.part, loaded, settings.draft_dtype, load)
+        plan = _plan(part, split, settings.deterministic, settings.backends)
+        weights = _separate_weights(part, plan.drafter, weights, loaded)
+        params = Params(loaded.params, partition.placed(weights, {}, mesh))
+        return Build(loaded, settings.tokenizer, self.max_model_len, plan, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The arguments of ``outline``; ``draft_dtype`` is that of the drafter."""
+
+    model: str | os.PathLike | LoadedModel
+    dtype: str | None
     draft_dtype: str | None
+    max_model_len: int
+    tokenizer: Any
+    deterministic: bool
+    backends: Backends
+    mesh: Mesh | None
+    expert_parallel: bool
+
+    def config_of(self, config: DecoderConfig) -> DecoderConfig:
+        """Return the config of the target, whole."""
+        return partition.by_experts(config) if self.expert_parallel else config
 
 
 def outline(
@@ -141,29 +136,57 @@ def outline(
     tokenizer: Any = None,
     deterministic: bool = False,
     backends: Backends = Backends(),  # noqa: B008 (frozen)
+    mesh: Mesh | None = None,
+    expert_parallel: bool = False,
 ) -> Outline:
-    """Return ``build_plan`` before weights are loaded: a config.json of the models is enough."""
+    """Return a target with its drafter before weights are loaded: a config.json is enough.
+
+    ``mesh`` has the devices among which the target is split; each of them has the drafter. None
+    for one device. With ``expert_parallel`` they have some experts each. Other arguments are those
+    of ``jspec.LLM``.
+    """
+    tokenizer = _tokenizer(tokenizer)
+    if tokenizer is None and speculative.needs_model:
+        tokenizer = loading.tokenizer_if_any(model)
     target = loading.outline(model, dtype)
     max_model_len = _length_limit(max_model_len, target.config.max_positions)
     draft_dtype = dtype
     if isinstance(model, LoadedModel) and dtype in (None, "auto"):
         draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
-    fitted = _Target(model, target.config, max_model_len, tokenizer)
-    part = _open(speculative, fitted, draft_dtype)
+    settings = _Settings(
+        model=model,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        deterministic=deterministic,
+        backends=backends,
+        mesh=mesh,
+        expert_parallel=expert_parallel,
+    )
+    # Raises if it cannot be split so.
+    partition.split(settings.config_of(target.config), mesh_lib.size_of(mesh))
+    part = _open(speculative, target.config, settings)
     drafted, shapes = _load(part, target, draft_dtype, loading.outline)
     plan = _plan(drafted, target.config, deterministic, backends)
-    params = Params(target.params, shapes)
-    return Outline(target, max_model_len, plan, params, part, draft_dtype)
+    return Outline(target, max_model_len, plan, Params(target.params, shapes), part, settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """The target that a drafter must fit."""
-
-    model: str | os.PathLike | LoadedModel
-    sizes: DecoderConfig
-    max_model_len: int
-    tokenizer: Any
+def _tokenizer(given: Any) -> Any:
+    """Return a tokenizer, read if ``given`` is its directory; None for the model's own."""
+    if isinstance(given, str | os.PathLike):
+        try:
+            return checkpoint.load_tokenizer(given)
+        except ValueError as error:
+            raise ValueError(f"tokenizer={shown(str(given))}: {error}") from None
+    if given is None or hasattr(given, "all_special_ids"):
+        return given
+    remedy = ""
+    if type(given).__module__.startswith("tokenizers"):
+        remedy = "; wrap it: transformers.PreTrainedTokenizerFast(tokenizer_object=...)"
+    raise ValueError(
+        f"tokenizer={shown(given, 60)} must be a directory, or a tokenizer of transformers{remedy}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,35 +206,52 @@ class _Part:
         return backends.attending(DRAFT_KEY, self.speculative.attention_backend, self.network)
 
 
-def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
+def _open(speculative: SpeculativeConfig, target: DecoderConfig, settings: _Settings) -> _Part:
     """Read the sizes of the drafter's network and check that it fits the target."""
     if speculative.parts:
-        parts = tuple(_open(part, target, dtype) for part in speculative.parts)
+        parts = tuple(_open(part, target, settings) for part in speculative.parts)
         opened = tuple(part.speculative for part in parts)
         return _Part(dataclasses.replace(speculative, parts=opened), parts=parts)
     if speculative.needs_head:  # small, so loaded at once
-        config.check_lengths(speculative, target.sizes.max_positions, target.max_model_len)
+        config.check_lengths(speculative, target.max_positions, settings.max_model_len)
         path = speculative.model
         if path is None:  # in the target's own files
-            path = target.model.path if isinstance(target.model, LoadedModel) else target.model
-        head = loading.load_head(path, target.sizes, kind=speculative.method, dtype=dtype)
+            path = getattr(settings.model, "path", settings.model)
+        head = _load_head(path, target, speculative.method, settings)
         return _Part(speculative, head.config, head)
     if not speculative.needs_model:
         return _Part(speculative)
     draft = loading.sizes(speculative.model)
-    config.check_lengths(speculative, draft.max_positions, target.max_model_len)
+    config.check_lengths(speculative, draft.max_positions, settings.max_model_len)
     if speculative.parallel:
         mask = {"mask_token_id": loading.mask_token_id(speculative.model)}
         speculative = dataclasses.replace(speculative, settings={**speculative.settings, **mask})
-    tokenizer, size = loading.tokenizer_if_any(speculative.model), target.sizes.vocab_size
-    if speculative.translates and not vocabularies.are_same(target.tokenizer, tokenizer):
-        shared = vocabularies.share(target.tokenizer, tokenizer, size, draft.vocab_size)
+    tokenizer, other = settings.tokenizer, loading.tokenizer_if_any(speculative.model)
+    if speculative.translates and not vocabularies.are_same(tokenizer, other):
+        shared = vocabularies.share(tokenizer, other, target.vocab_size, draft.vocab_size)
         return _Part(speculative, draft, vocabulary=shared)
-    vocabularies.check_same(size, draft.vocab_size, target.tokenizer, tokenizer)
+    vocabularies.check_same(target.vocab_size, draft.vocab_size, tokenizer, other)
     if speculative.translates:  # the vocabularies are the same
         same = {**speculative.settings, "use_heterogeneous_vocab": False}
         speculative = dataclasses.replace(speculative, settings=same)
     return _Part(speculative, draft)
+
+
+def _load_head(
+    head: str | os.PathLike | LoadedHead, target: DecoderConfig, kind: str, settings: _Settings
+) -> LoadedHead:
+    """Load a head onto every device."""
+    loaded = loading.load_head(
+        head,
+        target,
+        kind=kind,
+        dtype=settings.draft_dtype,
+        placements=partition.placements({}, settings.mesh),
+    )
+    if loaded is head:
+        params = partition.placed(head.params, {}, settings.mesh)
+        loaded = dataclasses.replace(head, params=params)
+    return loaded
 
 
 def _load(

@@ -23,10 +23,11 @@ from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, m
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.sharding.placement import Placement, as_placement
 from jspec.util import staging
 from jspec.util.messages import shown
 
-Shardings = Callable[[tuple[str | int, ...]], Sharding]
+Shardings = Callable[[tuple[str | int, ...]], Sharding | Placement]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -92,9 +93,9 @@ def load_pretrained(
     Args:
       path: a local directory or a hub id.
       dtype: float32, bfloat16 or float16; None for that of config.json, or else of the file.
-      sharding: returns the sharding of each array by its path in the params, such as
-        ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are read,
-        and converted one at a time. None for all on one device.
+      sharding: returns the sharding of each array, or its ``Placement``, by its path in the params,
+        such as ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are
+        read, and converted one at a time. None for all on one device.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
@@ -114,7 +115,9 @@ def load_pretrained(
     model_files.check_fit(directory, entries, tensors, ignored, wrong)
     stored = tensors[EMBEDDING].dtype
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
-    arrays = [entry.read(tensors, dtype, sharding and sharding(entry.path)) for entry in entries]
+    placements = [sharding and as_placement(sharding(entry.path)) for entry in entries]
+    pairs = zip(entries, placements, strict=True)
+    arrays = [entry.read(tensors, dtype, placement) for entry, placement in pairs]
     return model_files.with_precision(config, dtype), assemble(config, entries, arrays), raw
 
 

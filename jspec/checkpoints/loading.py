@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints import checkpoint
+from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import head_files, mask_token
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.core import trees
 from jspec.core.types import Array
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads.network import SharingSizes
+from jspec.sharding.placement import Placements
 from jspec.util.messages import shown
 from jspec.util.promotion import standard_promotion
 
@@ -109,6 +112,12 @@ def load(
     return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype), sharding))
 
 
+def check_files(model: str | os.PathLike | LoadedModel) -> None:
+    """Raise ValueError if a local directory lacks files that its index names; this is quick."""
+    if isinstance(model, str | os.PathLike) and os.path.isdir(model):
+        model_files.check_complete(Path(model))
+
+
 def outline(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
     """Return ``load`` with shapes and dtypes for weights, from a config.json alone."""
     if isinstance(model, LoadedModel):
@@ -126,14 +135,18 @@ def load_head(
     *,
     kind: str | None = None,
     dtype: str | None = None,
+    placements: Placements | None = None,
 ) -> LoadedHead:
     """Load a draft head for ``target``; return a loaded one as it is.
 
-    ``kind`` is the required method, such as "eagle3"; None for any. A head that cannot be read, is
-    of another method or was made for another target raises ValueError.
+    ``kind`` is the required method, such as "eagle3"; None for any. ``placements`` are those of
+    its arrays. A head that cannot be read, is of another method or was made for another target
+    raises ValueError.
     """
     if not isinstance(head, LoadedHead):
-        return head_files.load_head(_path(head), target, kind=kind, dtype=_chosen(dtype))
+        return head_files.load_head(
+            _path(head), target, kind=kind, dtype=_chosen(dtype), placements=placements
+        )
     if kind not in (None, head.kind):
         raise ValueError(
             f"the head is of method {head.kind!r}, not {kind!r}; ask for {head.kind!r}."

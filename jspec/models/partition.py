@@ -5,19 +5,34 @@ Each device has some of the heads, some of the width of every MLP, and some of t
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jspec.core.weights import Transposed
+from jspec.models import layouts
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.tensors import Tensor
-from jspec.models.decoder import DecoderConfig, DecoderParams, Layer
+from jspec.models.decoder import DecoderConfig, Layer
 from jspec.sharding import TENSOR
-from jspec.sharding import mesh as mesh_lib
+from jspec.sharding.placement import Placement, Placements
+
+Path = tuple[str | int, ...]
+
+
+class Rule(NamedTuple):
+    """The division of an array among devices.
+
+    Attributes:
+      spec: the axis that they divide; by default every device has the whole array.
+      order: as of ``Placement``.
+    """
+
+    spec: PartitionSpec = PartitionSpec()
+    order: np.ndarray | None = None
 
 
 def split(config: DecoderConfig, ways: int) -> DecoderConfig:
@@ -65,38 +80,58 @@ def by_experts(config: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(config, layers=tuple(map(changed, config.layers)))
 
 
-def placed(params: DecoderParams, config: DecoderConfig, mesh: Mesh) -> DecoderParams:
-    """Return the weights of ``config`` on a mesh, in the parts of ``split``."""
-    size = mesh.shape[TENSOR]
-    axes, orders = {}, {}
-    if config.vocab_size % size == 0:
-        axes = {("embedding",): -2, ("head",): -1}
-    for path, tensor in _tensors(config):
-        axes[path], orders[path] = tensor.divided_axis, tensor.parts(size)
+def rules(config: DecoderConfig, ways: int) -> dict[Path, Rule]:
+    """Return the rules of the arrays that ``ways`` devices divide, by their paths in the weights.
 
-    def divided(path: Any, leaf: Any) -> Any:
-        keys = tuple(getattr(key, "name", getattr(key, "idx", None)) for key in path)
-        axis, order = axes.get(keys), orders.get(keys)
-        if not isinstance(leaf, Transposed):
-            return _placed(leaf, axis, order, mesh)
-        axis = None if axis is None else -3 - axis
-        return leaf.replace(stored=_placed(leaf.stored, axis, order, mesh))
+    Weights in these parts are those of ``split(config, ways)``.
+    """
+    result = {}
+    if config.vocab_size % ways == 0:
+        embedding, head = PartitionSpec(TENSOR), PartitionSpec(None, TENSOR)
+        result = {("embedding",): Rule(embedding), ("head",): Rule(head)}
+    for path, tensor in _tensors(config):
+        if tensor.divided:
+            before = len(tensor.shapes[0]) + bool(tensor.stack) + tensor.divided_axis
+            result[path] = Rule(PartitionSpec(*[None] * before, TENSOR), tensor.parts(ways))
+    return result
+
+
+def placements(rules: Mapping[Path, Rule], mesh: Mesh | None) -> Placements | None:
+    """Return the placements of weights on a mesh, or None for one device with default layouts.
+
+    An array without a rule is whole on every device. ``mesh`` is None for one device.
+    """
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    has_layouts = layouts.takes(device)
+    if mesh is None and not has_layouts:
+        return None
+
+    def placement(path: Path) -> Placement:
+        layout = layouts.of(device.device_kind, path) if has_layouts else None
+        if mesh is None:
+            return Placement(SingleDeviceSharding(device), layout=layout)
+        spec, order = rules.get(path, Rule())
+        return Placement(NamedSharding(mesh, spec), order, layout)
+
+    return placement
+
+
+def placed(params: Any, rules: Mapping[Path, Rule], mesh: Mesh | None) -> Any:
+    """Return whole weights in memory at their ``placements``, one array after the other."""
+    placement = placements(rules, mesh)
+    if placement is None:
+        return params
+
+    def put(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        fields = tuple(getattr(key, "name", getattr(key, "idx", str(key))) for key in path)
+        return placement(fields).put(leaf.array() if isinstance(leaf, Transposed) else leaf)
 
     return jax.tree_util.tree_map_with_path(
-        divided, params, is_leaf=lambda x: isinstance(x, Transposed)
+        put, params, is_leaf=lambda x: isinstance(x, Transposed)
     )
 
 
-def _placed(x: Any, axis: int | None, order: np.ndarray | None, mesh: Mesh) -> jax.Array:
-    """Return an array on a mesh, split along ``axis``, whose entries come in another order."""
-    if axis is None:
-        return mesh_lib.placed(x, mesh)
-    if order is not None:
-        x = np.take(np.asarray(x), order, axis)
-    return mesh_lib.placed(x, mesh, *[None] * (x.ndim + axis), TENSOR)
-
-
-def _tensors(config: DecoderConfig) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
+def _tensors(config: DecoderConfig) -> Iterator[tuple[Path, Tensor]]:
     """Yield the arrays of all layers, each after its path in the weights."""
     for index, layer in enumerate(config.layers):
         for name in ("mixer", "feed_forward"):

@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.families.names import Entry
-from tests import llm_fixtures
+from tests import house, llm_fixtures
 
 RNG = np.random.default_rng(0)
 ENTRIES = {
@@ -77,6 +78,20 @@ def test_parts_along_an_axis_read_each_number_once(name):
         assert all((each.counts == 1).all() for each in tensors.values())
 
 
+@pytest.mark.parametrize(("name", "unit"), [("joined", 4), ("joined bias", 1)])
+def test_shares_of_joined_columns_read_only_theirs(name, unit):
+    entry = dataclasses.replace(ENTRIES[name], divided="outputs", unit=unit)
+    tensors, order = counted(entry), entry.parts(4)
+    whole, width = expected(entry, tensors), len(order) // 4
+    inputs = [(0, entry.shape[0])] * (len(entry.shape) - 1)
+    for share in range(4):  # the second and third tensors of "joined" have one unit
+        before = sum(each.counts.sum() for each in tensors.values())
+        bounds = (*inputs, (share * width, (share + 1) * width))
+        part = entry.part(tensors, np.dtype(np.float32), bounds, order)
+        np.testing.assert_array_equal(part, np.take(whole, order[slice(*bounds[-1])], -1))
+        assert sum(each.counts.sum() for each in tensors.values()) - before == part.size
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_K"])
 def test_columns_of_a_quantised_tensor_are_those_of_all_of_it(kind):
     gguf = pytest.importorskip("gguf")
@@ -104,32 +119,46 @@ def test_a_sharding_of_one_device_gives_the_weights_of_none(root):
     assert {("embedding",), ("layers", 0, "mixer", "qkv"), ("head",)} <= set(asked)
 
 
-SCRIPT = """
-import json, sys, jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jspec.checkpoints import checkpoint
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
-specs = {"qkv": P(None, "tensor"), "output": P("tensor"), "embedding": P(None, "tensor")}
-sharding = lambda path: NamedSharding(mesh, specs.get(path[-1], P()))
-shared = checkpoint.load_pretrained(sys.argv[1], sharding=sharding)[1]
-plain = checkpoint.load_pretrained(sys.argv[1])[1]
-jax.tree.map(np.testing.assert_array_equal, shared, plain)
-shards = shared.layers[0].mixer.qkv.addressable_shards
-print(json.dumps([len(shards), list(shards[0].data.shape), list(plain.layers[0].mixer.qkv.shape)]))
-"""
+@pytest.fixture(scope="module")
+def printed(root, tmp_path_factory):
+    pytest.importorskip("gguf")
+    from tests.checkpoints import test_gguf
 
-
-def test_eight_devices_hold_the_parts_of_one(root):
-    path = llm_fixtures.checkpoints(root)["target"]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    head, gguf = tmp_path_factory.mktemp("head"), tmp_path_factory.mktemp("gguf") / "model.gguf"
+    llm_fixtures.write_eagle3_head(head)
+    test_gguf.write(gguf)
+    target = llm_fixtures.checkpoints(root)["target"]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path)],
+        [sys.executable, "-m", "tests.checkpoints.loaded_on_a_mesh", target, head, gguf],
+        cwd=house.ROOT,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        env={"PATH": "", "HOME": str(Path.home()), **flags},
-        cwd=Path(__file__).parents[2],
-        check=False,
+        timeout=1000,
     )
     assert run.returncode == 0, run.stderr
-    count, part, whole = json.loads(run.stdout)
-    assert count == 8 and part == [whole[0], whole[1] // 4]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith(("{", "["))]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_the_host_reads_each_part_once_and_no_whole_array_that_devices_share(printed, kind):
+    counted = printed[kind == "gguf"]
+    assert counted["read"] == counted["weights"]
+    assert counted["largest"] == counted["largest shard"] == counted["largest array"] // 4
+
+
+def test_texts_of_weights_that_are_read_in_parts_are_those_of_whole_ones(printed):
+    one, several = printed[2]
+    assert one == several and [len(text) for text in one] == [24, 24]
+
+
+def test_a_missing_file_of_an_index_is_named_before_anything_is_read(root, tmp_path, monkeypatch):
+    target, head = llm_fixtures.loaded(root)["target"], tmp_path / "head"
+    checkpoint.save_pretrained(tmp_path, target.config, target.params, max_shard_bytes=50_000)
+    llm_fixtures.write_eagle3_head(head)
+    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    monkeypatch.setattr(np, "memmap", lambda *_, **__: pytest.fail("a file was read"))
+    with pytest.raises(ValueError, match=f"lacks {lost.name} of the . files that .*index.json"):
+        jspec.LLM(tmp_path, {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_array
 from jspec.models.blocks.tensors import Tensor
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams, init_layers
+from jspec.sharding.placement import Placement
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # files of tied models may repeat the embedding under this name
@@ -54,24 +54,35 @@ class Entry(Tensor):
         return self.part(tensors, dtype, tuple((0, size) for size in self.shape))
 
     def part(
-        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, bounds: Bounds
+        self,
+        tensors: Mapping[str, np.ndarray],
+        dtype: np.dtype,
+        bounds: Bounds,
+        order: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return a C-contiguous part of the array in memory; nothing else of the file is read."""
+        """Return a C-contiguous part of the array in memory; nothing else of the file is read.
+
+        ``bounds`` count the outputs in their ``order`` in memory, None for that of the names.
+        """
         out = np.empty([end - begin for begin, end in bounds], self.dtype(dtype))
         matrices, stacked = (range(*bounds[0]), out) if self.stack else ((0,), (out,))
         axes = bounds[1:] if self.stack else bounds
-        (first, last), *others = axes[::-1] if self.transpose else axes
+        outputs, *others = axes[::-1] if self.transpose else axes
         inputs = tuple(slice(*pair) for pair in others)
+        runs = [outputs] if order is None else _runs(order[slice(*outputs)])
         count = len(self.names) // (self.stack or 1)
         for number, matrix in zip(matrices, stacked, strict=True):
-            stored, begin = matrix.T if self.transpose else matrix, 0
-            for index in range(number * count, (number + 1) * count):
-                end = begin + self.shapes[index][0]
-                low, high = max(first, begin), min(last, end)
-                if low < high:
-                    source = tensors[self.names[index]]
-                    _copy(stored[low - first : high - first], source, low - begin, inputs)
-                begin = end
+            stored, done = matrix.T if self.transpose else matrix, 0
+            for first, last in runs:
+                begin = 0
+                for index in range(number * count, (number + 1) * count):
+                    end = begin + self.shapes[index][0]
+                    low, size = max(first, begin), min(last, end) - max(first, begin)
+                    if size > 0:
+                        source = tensors[self.names[index]]
+                        _copy(stored[done : done + size], source, low - begin, inputs)
+                        done += size
+                    begin = end
         return out
 
     def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -94,15 +105,15 @@ class Entry(Tensor):
         self,
         tensors: Mapping[str, np.ndarray],
         dtype: np.dtype,
-        sharding: Sharding | None = None,
+        placement: Placement | None = None,
     ) -> Array | Weight:
         """Return the array on the device, laid out as the device multiplies fastest.
 
-        With a ``sharding`` it is on several devices, and a plain array. Each part is read once,
-        and the host holds one part at a time.
+        With a ``placement`` it is there, and a plain array. Each part is read once, and the host
+        holds one part at a time.
         """
-        if sharding is not None:
-            return self._on_devices(tensors, dtype, sharding)
+        if placement is not None:
+            return placement.laid(self._on_devices(tensors, dtype, placement))
         is_faster = jax.default_backend() == "cpu" and self.dtype(dtype) == jnp.bfloat16
         if is_faster and self.by_linear:
             stored = dataclasses.replace(self, transpose=False).join(tensors, dtype)
@@ -110,17 +121,20 @@ class Entry(Tensor):
         return jax.block_until_ready(jax.device_put(self.join(tensors, dtype)))
 
     def _on_devices(
-        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, sharding: Sharding
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, placement: Placement
     ) -> Array:
+        shape, sharding = list(self.shape), placement.sharding
+        if placement.order is not None:
+            shape[self.outputs_axis] = len(placement.order)
         devices = collections.defaultdict(list)  # by the part that they hold
-        for device, index in sharding.addressable_devices_indices_map(self.shape).items():
-            pairs = zip(index, self.shape, strict=True)
+        for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+            pairs = zip(index, shape, strict=True)
             devices[tuple(each.indices(size)[:2] for each, size in pairs)].append(device)
         arrays = []
         for bounds, holders in devices.items():
-            part = self.part(tensors, dtype, bounds)
+            part = self.part(tensors, dtype, bounds, placement.order)
             arrays += jax.block_until_ready([jax.device_put(part, each) for each in holders])
-        return jax.make_array_from_single_device_arrays(self.shape, sharding, arrays)
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
     def pick(self, params: Any) -> Array | None:
         """Return this entry's array in ``params``, or None."""
@@ -132,6 +146,12 @@ class Entry(Tensor):
     def label(self) -> str:
         """The path as an expression: ``layers[0].norm``."""
         return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)[1:]
+
+
+def _runs(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers: the first of each, and the one behind the last."""
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, cuts)]
 
 
 def _copy(

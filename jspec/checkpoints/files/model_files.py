@@ -201,8 +201,15 @@ def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> di
     )
 
 
-def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
-    """Return views of every tensor of the files that ``index`` names."""
+def check_complete(directory: Path) -> None:
+    """Raise ValueError if an index of ``open_tensors`` names files that are missing."""
+    first = next((file for file in READERS if os.path.isfile(directory / file)), "")
+    if first.endswith(_INDEX_END):
+        _shards(directory, first)
+
+
+def _shards(directory: Path, index: str) -> dict[str, str]:
+    """Return the file of each tensor; raise ValueError if files are missing."""
     weight_map = _weight_map(directory / index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not os.path.isfile(directory / file)]
@@ -211,8 +218,13 @@ def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndar
             f"{directory} lacks {_some(missing)} of the {len(files)} files that {index} names; "
             "download or save it again"
         )
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
+    return weight_map
+
+
+def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
+    """Return views of every tensor of the files that ``index`` names."""
+    weight_map, tensors = _shards(directory, index), {}
+    for file in sorted(set(weight_map.values())):
         for name, tensor in read(directory / file).items():
             # A tensor that the index places in another file is unexpected under this name.
             tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor

@@ -13,6 +13,7 @@ from jspec.checkpoints.families.names import Entry, matrix, nest
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import vocabulary
 from jspec.models.decoder import DecoderConfig
+from jspec.sharding.placement import Placements
 
 Tensors = Mapping[str, np.ndarray]
 Sniff = Callable[[dict, Tensors], tuple[str, str] | None]
@@ -117,18 +118,32 @@ class HeadFormat:
         return layouts[name]
 
     def read(
-        self, raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+        self,
+        raw: dict,
+        tensors: Tensors,
+        target: DecoderConfig,
+        layout: str,
+        dtype: Any,
+        placements: Placements | None = None,
     ) -> tuple[Any, Any]:
-        """Return the config and the params of a head; None as dtype keeps that of the file."""
+        """Return the config and the params of a head; None as dtype keeps that of the file.
+
+        ``placements`` are those of its arrays; None for one device.
+        """
         config = self.read_config(raw, tensors, target, layout)
         selected = self.select(raw, tensors, config)
         entries = self.layout(layout, config).table(config)
         model_files.check_fit("the file", entries, selected)
         selected, draft_to_target = self.reduce(config, tensors, selected)
         dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)
-        nested = nest(entries, [jnp.asarray(entry.join(selected, dtype)) for entry in entries])
-        ids = None if draft_to_target is None else jnp.asarray(draft_to_target)
-        return _with_precision(config, dtype), self.assemble(config, nested, ids)
+        if placements is None:
+            arrays = [jnp.asarray(entry.join(selected, dtype)) for entry in entries]
+        else:
+            arrays = [entry.read(selected, dtype, placements(entry.path)) for entry in entries]
+        ids = draft_to_target
+        if ids is not None:
+            ids = placements(("draft_to_target",)).put(ids) if placements else jnp.asarray(ids)
+        return _with_precision(config, dtype), self.assemble(config, nest(entries, arrays), ids)
 
 
 def _with_precision(config: Any, dtype: np.dtype) -> Any:

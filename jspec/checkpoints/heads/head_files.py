@@ -18,6 +18,7 @@ from jspec.checkpoints.files.model_files import PathLike
 from jspec.checkpoints.heads import base, eagle, head_formats
 from jspec.checkpoints.heads.base import HeadConfig, HeadFormat
 from jspec.models.decoder import DecoderConfig
+from jspec.sharding.placement import Placements
 from jspec.util import staging
 from jspec.util.messages import printable
 
@@ -99,6 +100,7 @@ def load_head(
     *,
     kind: str | None = None,
     dtype: Any = None,
+    placements: Placements | None = None,
 ) -> LoadedHead:
     """Load a draft head for a target.
 
@@ -108,6 +110,7 @@ def load_head(
         config.json states them.
       kind: the method it must be of; None for any.
       dtype: float32, bfloat16 or float16; None keeps that of the file.
+      placements: of its arrays; None for one device.
 
     Raises:
       ValueError: it is no head or of another kind, was made for another target, has a setting that
@@ -117,7 +120,9 @@ def load_head(
     head = open_head(path, kind)
     try:
         target = target_config or head.format.read_target(head.raw_config)
-        config, params = head.format.read(head.raw_config, head.tensors, target, head.layout, dtype)
+        config, params = head.format.read(
+            head.raw_config, head.tensors, target, head.layout, dtype, placements
+        )
     except ValueError as error:
         raise ValueError(f"{head.directory}: {error}") from None
     return LoadedHead(head.kind, head.layout, config, params, head.raw_config)

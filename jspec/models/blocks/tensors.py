@@ -35,13 +35,15 @@ class Tensor:
     unit: int = 1
 
     @property
+    def outputs_axis(self) -> int:
+        """The axis of the outputs in memory, from the last one: -1 or -2."""
+        return -1 if self.transpose or len(self.shapes[0]) == 1 else -2
+
+    @property
     def divided_axis(self) -> int | None:
         """The axis in memory that devices divide, from the last one: -1 to -3; None for none."""
-        if self.divided in (None, "experts"):
-            return self.divided and -3
-        if len(self.shapes[0]) == 1:
-            return -1
-        return -1 if (self.divided == "outputs") == self.transpose else -2
+        axes = {"outputs": self.outputs_axis, "inputs": -3 - self.outputs_axis, "experts": -3}
+        return axes.get(self.divided)
 
     def parts(self, count: int) -> np.ndarray | None:
         """Return the order of the outputs in ``count`` equal parts, each with all of the names.

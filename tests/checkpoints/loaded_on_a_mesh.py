@@ -1,0 +1,73 @@
+"""Weights and texts of models that are read by four of eight virtual devices; prints JSON.
+
+Its arguments are a target, a draft head for it, and a GGUF file. test_parts.py runs it.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+import jspec
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.families.names import Entry
+from jspec.models import partition
+from jspec.sharding import mesh as mesh_lib
+
+WAYS = 4
+
+
+def bytes_of_parts(path, mesh) -> dict:
+    """Load a model on a mesh, compare it with the whole one, and return what the host read."""
+    config, plain, _ = checkpoint.load_pretrained(path)
+    rules, sizes, part = partition.rules(config, WAYS), [], Entry.part
+
+    def counted(*arguments):
+        sizes.append(part(*arguments).nbytes)
+        return part(*arguments)
+
+    Entry.part = counted
+    shared = checkpoint.load_pretrained(path, sharding=partition.placements(rules, mesh))[1]
+    Entry.part = part
+    jax.tree.map(check, shared, partition.placed(plain, rules, mesh))
+    leaves = jax.tree.leaves(shared)
+    return {
+        "read": sum(sizes),
+        "largest": max(sizes),
+        "weights": sum(leaf.nbytes for leaf in leaves),
+        "largest shard": max(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
+        "largest array": max(leaf.nbytes for leaf in leaves),
+    }
+
+
+def check(one, other):
+    np.testing.assert_array_equal(one, other)
+    assert one.sharding == other.sharding
+
+
+def texts(target, head, size) -> list:
+    llm = jspec.LLM(
+        target,
+        {"method": "eagle3", "model": head, "num_speculative_tokens": 2},
+        tensor_parallel_size=size,
+        max_model_len=64,
+        max_num_seqs=2,
+    )
+    settings = [
+        jspec.SamplingParams(temperature=t, seed=4, max_tokens=24, ignore_eos=True)
+        for t in (0, 0.8)
+    ]
+    outputs = llm.generate(["the quick brown", "def add"], settings)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def main(target: str, head: str, gguf: str):
+    mesh = mesh_lib.make(WAYS)
+    for path in (target, gguf):
+        print(json.dumps(bytes_of_parts(path, mesh)))
+    print(json.dumps([texts(target, head, size) for size in (1, WAYS)]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
