@@ -8,6 +8,7 @@ tests/test_several_devices.py runs this in a process where one CPU simulates eig
 import collections
 import functools
 import json
+import logging
 import pathlib
 import re
 import sys
@@ -17,6 +18,7 @@ import jax
 
 import jspec
 from jspec.api.build import build_plan
+from jspec.api.compiler import Compiler
 from jspec.api.config import read
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.checkpoints.loading import LoadedModel
@@ -70,6 +72,7 @@ METHODS = {
     "eagle3": CHAIN,
     "drawn tree": CHAIN | {"tree": "sampled", "tree_size": 8},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "token_recycling": {"method": "token_recycling", "num_speculative_tokens": 3, "tree_size": 8},
     "coupled": CHAIN | {"rejection_sample_method": "coupled"},
 }
 FEW = [
@@ -82,6 +85,8 @@ OTHERS = [
     (4, "draft_model", "latent"),
     (8, "drawn tree", "standard"),
 ]
+
+COMPILING = re.compile(r"Compiling jit\((\w+)\)")
 
 
 def loud(key: int, init, *of):
@@ -105,7 +110,7 @@ def target(kind: str) -> LoadedModel:
 def config(method: str):
     """Return the ``speculative_config`` of a method, with its network."""
     given = METHODS[method]
-    if given is None or given["method"] == "ngram":
+    if given is None or given["method"] in ("ngram", "token_recycling"):
         return given
     if given["method"] == "draft_model":
         weights = loud(1, decoder.init_params, tiny.DRAFT_CONFIG)
@@ -138,6 +143,40 @@ def texts(size: int, method: str, kind: str) -> list:
     return [list(text.token_ids) for output in outputs for text in output.outputs]
 
 
+def compiled(size: int, method: str) -> dict[str, list[str]]:
+    """Return the programs that requests compile in an engine whose programs were compiled ahead.
+
+    And those that the second call compiles in one whose programs were not.
+    """
+    names: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda each: names.extend(COMPILING.findall(each.getMessage()))
+    logging.getLogger("jax").addHandler(handler)
+    common = {"max_tokens": 24, "detokenize": False, "ignore_eos": True}
+    settings = [jspec.SamplingParams(temperature=each, **common) for each in (0, 0.8, 0)]
+    prompts = [{"prompt_token_ids": [*range(3, 3 + length)]} for length in (20, 9, 1)]
+    counted = {}
+    for case in ("ahead", "again"):
+        llm = jspec.LLM(
+            target("standard"),
+            config(method),
+            max_num_seqs=4,
+            max_model_len=96,
+            block_size=8,
+            tensor_parallel_size=size,
+        )
+        llm.runtime.pin(None)
+        if case == "ahead":
+            Compiler(llm).warm_up(lambda *_: None)
+        else:
+            llm.generate(prompts, settings)
+        names.clear()
+        with jax.log_compiles():
+            llm.generate(prompts, settings)
+        counted[case] = [*names]
+    return counted
+
+
 def collectives(size: int, method: str) -> dict[str, int]:
     """Return how often each collective stands in a greedy launch, of which a round runs all."""
     devices = mesh.make(size)
@@ -155,6 +194,8 @@ def main():
         print(json.dumps({"case": case, "one": texts(1, *case[1:]), "several": texts(*case)}))
     for method in ("none", "eagle3") if given == "few" else ():
         print(json.dumps({"method": method, "collectives": collectives(4, method)}))
+    for method in ("token_recycling",) if given == "few" else ("draft_model", "eagle3"):
+        print(json.dumps({"warm": method, "compiled": compiled(2, method)}))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def test_texts_of_several_devices_are_those_of_one(few):
 
 @pytest.mark.slow
 def test_texts_of_several_devices_are_those_of_one_for_more_methods_and_layers():
-    check_texts(printed("others"), on_a_mesh.OTHERS)
+    others = printed("others")
+    check_texts(others, on_a_mesh.OTHERS)
+    check_programs(others)
 
 
 @pytest.mark.parametrize(("method", "more"), [("none", 6), ("eagle3", 6 * 4 + 6)])
@@ -57,6 +59,15 @@ def test_a_round_has_two_all_reduces_a_layer_and_few_more(few, method, more):
     assert set(counted) == {"all-reduce"}
     # Each of the sizes of a pass has the all-reduces behind attention.
     assert 2 * LAYERS <= counted["all-reduce"] <= 2 * LAYERS + more
+
+
+def check_programs(lines):
+    counted = [line["compiled"] for line in lines if "warm" in line]
+    assert counted and all(programs == {"ahead": [], "again": []} for programs in counted)
+
+
+def test_what_is_compiled_ahead_on_several_devices_is_what_runs(few):
+    check_programs(few)
 
 
 def test_a_number_of_devices_that_divides_no_heads_is_refused_with_those_that_work():

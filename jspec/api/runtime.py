@@ -67,16 +67,17 @@ class Runtime:
         self._num_steps = 0
         self._observers: list[OnLaunch] = []
         self._num_pins = 0
-        self._engine = Engine(
-            plan,
-            params,
-            num_slots=num_slots,
-            capacity=capacity,
-            profile=profile,
-            pool=pool,
-            on_launch=self._see,
-            is_pinned=False,
-        )
+        with mesh_lib.on(mesh):
+            self._engine = Engine(
+                plan,
+                params,
+                num_slots=num_slots,
+                capacity=capacity,
+                profile=profile,
+                pool=pool,
+                on_launch=self._see,
+                is_pinned=False,
+            )
         self._counting = threading.Lock()
         self._counts = metrics.Counts.none(plan.drafter.max_depth)
         self._seconds = 0.0
@@ -179,10 +180,9 @@ class Runtime:
         with self._line, self._lock, Uninterrupted():
             begin = perf_counter()
             with mesh_lib.on(self._mesh):
-                result, counts, shared = run(
+                result, counts, self._engine.shared = run(
                     batch, self.plan, self._engine.params, self.shared, **options
                 )
-            self._engine.shared = shared
             with self._counting:
                 self._seconds += perf_counter() - begin
                 self._counts += counts
@@ -233,20 +233,18 @@ class Runtime:
         runs ends first. ``on_progress`` is that of ``Programs.compile_basic``.
         """
         pool = self.pool
-        with self._line, self._lock, Uninterrupted():
+        with self._line, self._lock, Uninterrupted(), mesh_lib.on(self._mesh):
             engine = self._engine
             self._drain()
             if pool is not None:
                 pool.fix(engine.num_slots * pool.blocks.pages_of(engine.capacity) + 1)
             counted = None if pool is None else (pool.blocks.queries, pool.blocks.hits)
-            programs, shared = Programs(engine), engine.shared
-            with mesh_lib.on(self._mesh):
-                programs.compile_basic(on_progress)
+            programs, shared = Programs(engine, self._mesh), engine.shared
+            programs.compile_basic(on_progress)
             engine.on_launch, engine.shared = None, init_shared(self.plan)
             try:
-                with mesh_lib.on(self._mesh):
-                    for sequence in sequences:
-                        engine.warm_up([sequence], cache_salt="warm-up")
+                for sequence in sequences:
+                    engine.warm_up([sequence], cache_salt="warm-up")
             finally:
                 engine.on_launch, engine.shared = self._see, shared
             if pool is not None:
@@ -260,7 +258,7 @@ class Runtime:
 
     def use_shared(self, use: Callable[[Any], Any]) -> None:
         """Replace the drafter's shared state by what ``use`` returns for it; None keeps it."""
-        with self._line, self._lock, Uninterrupted():
+        with self._line, self._lock, Uninterrupted(), mesh_lib.on(self._mesh):
             fresh = use(self.shared)
             if fresh is not None:
                 self._engine.shared = fresh

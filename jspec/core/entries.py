@@ -71,6 +71,7 @@ class Entry(abc.ABC):
     """The record of one layer: a pytree of arrays [B, ...]."""
 
     has_pages: ClassVar[bool] = False  # whether an engine keeps it in pages: it is a ``SlotEntry``
+    is_divided: ClassVar[bool] = False  # whether the devices of a mesh have some of its heads each
 
     @abc.abstractmethod
     def of_nodes(self, batch: int, count: int) -> Any:
@@ -126,18 +127,26 @@ class AttentionKV(SlotEntry):
 
     k: Array  # [B, Hkv, S, D]
     v: Array  # [B, Hkv, S, D]
+    is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
 
     @classmethod
     def empty(
-        cls, batch: int, num_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
+        cls,
+        batch: int,
+        num_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+        *,
+        is_divided: bool = False,
     ) -> Self:
         """Return ``capacity`` empty slots per row."""
         shape = (batch, num_heads, capacity, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), is_divided)
 
     def holding(self, k: Array, v: Array) -> Self:
         """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
-        return AttentionKV(k.astype(dtype_of(self.k)), v.astype(dtype_of(self.v)))
+        return self.replace(k=k.astype(dtype_of(self.k)), v=v.astype(dtype_of(self.v)))
 
 
 @struct.dataclass
@@ -177,6 +186,19 @@ class TokenSlots(SlotEntry):
     def empty(cls, batch: int, capacity: int) -> Self:
         """Return ``capacity`` empty slots per row."""
         return cls(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
+
+
+def settled(tree: Any) -> Any:
+    """Place a pytree as it lies between programs: divided entries by heads, all else whole.
+
+    Leaves are those of ``sharding.whole``.
+    """
+
+    def put(x: Any) -> Any:
+        is_divided = isinstance(x, Entry) and x.is_divided
+        return sharding.by_heads(x) if is_divided else sharding.whole(x)
+
+    return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, Entry))
 
 
 def dtype_of(buffer: Array) -> jnp.dtype:

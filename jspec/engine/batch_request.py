@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import sharding
 from jspec.core.token_fsm import FREE
 from jspec.core.types import Request
 from jspec.engine import program_memory, slots
@@ -95,7 +96,8 @@ def _with_grammar_states(state: DecodeState, request: Request, offsets: np.ndarr
     if request.sampling.automaton is None:
         history = history.replace(state=None)
     elif history.state is None:
-        history = history.replace(state=np.full(history.length.shape, FREE, np.int32))
+        states = sharding.whole(np.full(history.length.shape, FREE, np.int32))
+        history = history.replace(state=states)
     elif offsets.any():
         moved = jnp.where(history.state == FREE, FREE, history.state + offsets)
         history = history.replace(state=moved)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec import sharding
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
@@ -111,7 +112,7 @@ class Engine:
 
     @shared.setter
     def shared(self, shared: Any) -> None:
-        self.runner.shared = shared
+        self.runner.shared = sharding.whole(shared)
 
     def submit(
         self,

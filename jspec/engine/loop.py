@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import sharding
 from jspec.core import kv_cache, logprobs, shape_checks, trees
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import (
@@ -34,7 +35,8 @@ def decode(
 ) -> tuple[Shared, DecodeState]:
     """Run rounds up to ``until``; see ``jspec.decode``, which also takes it as a Python number."""
     is_running = functools.partial(_is_running, until)
-    return _loop(plan, params, request, None, is_running, (shared, state, None))[:2]
+    shared, state, _ = _loop(plan, params, request, None, is_running, (shared, state, None))
+    return sharding.whole(shared), state.settled()
 
 
 @functools.partial(
@@ -83,7 +85,7 @@ def launch(
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
     state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
-    return shared, state, ran
+    return sharding.whole(shared), state, ran
 
 
 def empty_launch(plan: Plan, profile: "Profile", params: Params, state: DecodeState) -> Launch:
@@ -183,7 +185,7 @@ def prefill(
 
 def init_shared(plan: Plan) -> Shared:
     """Return the drafter's state that outlives calls, before the first call; () if it has none."""
-    return plan.drafter.init_shared()
+    return sharding.whole(plan.drafter.init_shared())
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
@@ -200,4 +202,5 @@ def cancel(
     memory, shared = shape_checks.check_update(plan.drafter, learned)
     state = state.replace(memory=memory)
     state = state.replace(done=state.done | rows).settled()
-    return request.replace(max_length=limit), shared, state
+    request = sharding.whole(request.replace(max_length=limit))
+    return request, sharding.whole(shared), state

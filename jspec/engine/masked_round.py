@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
+from jspec import sharding
 from jspec.core import logits_processors, trees
 from jspec.core.branches import Branches
 from jspec.core.node_masks import NodeMasks
@@ -62,7 +63,7 @@ def draft_alone(
     state = state.attached(table)
     draft, _, memory = first_half(plan, params, request, shared, state)
     state = state.replace(memory=memory)
-    return state.settled(table), Halfway.of(draft)
+    return state.settled(table), sharding.whole(Halfway.of(draft))
 
 
 @functools.partial(
@@ -101,4 +102,4 @@ def verify_alone(
     )
     state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
-    return shared, state, ran
+    return sharding.whole(shared), state, ran

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import sharding
-from jspec.core import kv_cache
+from jspec.core import entries, kv_cache
 from jspec.core.types import Params
 from jspec.engine.block_pool import NULL_PAGE, BlockPool
 from jspec.engine.loop import DecodeState
@@ -181,7 +180,7 @@ def allocate(
     """Return empty pools for caches, which may be shapes; see ``kv_cache.allocate_pool``."""
 
     def pools() -> tuple[Any, ...]:
-        return sharding.pools(
+        return entries.settled(
             tuple(
                 kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
                 for cache in caches
@@ -203,10 +202,10 @@ def _extended(buffers: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     grown = jax.tree.map(
         lambda pool: jnp.pad(pool, ((0, count - len(pool)), *[(0, 0)] * (pool.ndim - 1))), buffers
     )
-    return sharding.pools(grown)
+    return entries.settled(grown)
 
 
 @functools.partial(jax.jit, donate_argnames="buffers")
 def _cleared(buffers: tuple[Any, ...], pages: np.ndarray) -> tuple[Any, ...]:
     cleared = jax.tree.map(lambda pool: pool.at[pages].set(0), buffers)
-    return sharding.pools(cleared)
+    return entries.settled(cleared)

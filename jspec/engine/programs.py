@@ -15,10 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 import platformdirs
+from jax.sharding import Mesh
 
+from jspec import sharding
 from jspec.core import token_fsm
 from jspec.core.logprobs import Scoring
-from jspec.core.types import Request
+from jspec.core.types import Request, Shared
 from jspec.engine import block_table, chunks, slots
 from jspec.engine.engine import Engine
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
@@ -27,6 +29,7 @@ from jspec.engine.profile import Profile, request_of
 from jspec.engine.program_memory import RELEASES
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar.followed import num_words
+from jspec.sharding import mesh as mesh_lib
 
 _MOST_THREADS = 4  # threads that compile at a time: each takes memory
 
@@ -36,16 +39,16 @@ Lowering = Callable[[], jax.stages.Lowered]
 class Programs:
     """Compiles the programs that an engine lacks for a sequence.
 
-    From then on the engine has no reason to compile while others run: see ``Profiles``. With
-    weights on several devices it compiles none: how these share a state is decided only once the
-    state is there.
+    From then on the engine has no reason to compile while others run: see ``Profiles``.
+
+    Args:
+      engine: which runs on the devices of ``mesh``.
+      mesh: the devices of the weights; None for one.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        leaves = jax.tree.leaves(engine.params)
-        self._is_on_one = all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
-        engine.runner.request.profiles.are_compiled_ahead = self._is_on_one
+    def __init__(self, engine: Engine, mesh: Mesh | None = None):
+        self._engine, self._mesh = engine, mesh
+        engine.runner.request.profiles.are_compiled_ahead = True
         self._lock = threading.Lock()
         self._known: set[Any] = set()  # functions, settings and shapes of programs
         self._releases = RELEASES.total()  # after which no program exists any more
@@ -55,7 +58,7 @@ class Programs:
 
         Functions of users are compiled only while they run, and are left to the engine.
         """
-        if not self._is_on_one or sequences[0].logits_processors:
+        if sequences[0].logits_processors:
             return False
         if self._releases != RELEASES.total() or not self._scores_prompts(scoring):
             return True
@@ -63,7 +66,7 @@ class Programs:
 
     def may_run(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
         """Return whether sequences may join those of the engine, and nothing will compile."""
-        if not self._is_on_one or sequences[0].logits_processors:
+        if sequences[0].logits_processors:
             return True
         return self._engine.runner.request.profiles.cover(self._needed(sequences, scoring))
 
@@ -74,23 +77,21 @@ class Programs:
           sequences: whose settings the profile will have; prompts do not count.
           scoring: scores of tokens; None for none.
         """
-        if self._is_on_one:
-            with self._lock:  # whoever finds nothing missing may go on
-                if self.may_lack(sequences, scoring):
-                    needed = self._needed(sequences, scoring)
-                    # What is wide has one program, for greedy sequences too.
-                    profile = needed.numeric() if needed.wide else needed
-                    self._compile([profile], scoring)
+        with self._lock, mesh_lib.on(self._mesh):  # whoever finds nothing missing may go on
+            if self.may_lack(sequences, scoring):
+                needed = self._needed(sequences, scoring)
+                # What is wide has one program, for greedy sequences too.
+                profile = needed.numeric() if needed.wide else needed
+                self._compile([profile], scoring)
 
     def compile_basic(self, on_progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Compile what runs sequences of all numeric settings, and prompts of all lengths.
 
         ``on_progress`` is called with the number of programs that are done, and of all.
         """
-        if self._is_on_one:
-            greedy = self._engine.runner.request.profiles.needed(())
-            with self._lock:
-                self._compile([greedy, greedy.numeric()], None, on_progress)
+        greedy = self._engine.runner.request.profiles.needed(())
+        with self._lock, mesh_lib.on(self._mesh):
+            self._compile([greedy, greedy.numeric()], None, on_progress)
 
     def _needed(self, sequences: Sequence[SequenceParams], scoring: Scoring | None) -> Profile:
         """Return the profile for the sequences and all of the engine."""
@@ -127,8 +128,7 @@ class Programs:
 
     def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the launches of a profile, of every draft length."""
-        engine, (request, state, table) = self._engine, self._shapes(profile)
-        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
+        engine, (request, shared, state, table) = self._engine, self._shapes(profile)
         for chosen in engine.runner.launch_plans(engine.num_slots):
             lower = functools.partial(
                 launch.lower,
@@ -149,9 +149,8 @@ class Programs:
         """Yield the small programs that write the settings of a profile, and end rows."""
         engine, size = self._engine, slots.buffer_size(self._engine.plan, self._engine.capacity)
         request, streams = self._words(profile)
-        keyed, state, _ = self._shapes(profile)
+        keyed, shared, state, _ = self._shapes(profile)
         state = state.replace(pools=())
-        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
         seat = functools.partial(
             slots.seat.lower,
             engine.plan,
@@ -174,13 +173,13 @@ class Programs:
 
     def _rounds(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the two programs of a round between which the host follows grammars."""
-        engine, (request, state, table) = self._engine, self._shapes(profile)
-        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
+        engine, (request, shared, state, table) = self._engine, self._shapes(profile)
         for chosen in engine.runner.launch_plans(engine.num_slots):
             plan, inputs = chosen.plan, (engine.params, request, shared, state)
             lower = functools.partial(draft_alone.lower, plan, *inputs, table)
             yield ("draft", plan, _form(request)), lower
             state_after, halfway = draft_alone.eval_shape(plan, *inputs, table)
+            state_after, halfway = state_after.settled(), sharding.whole(halfway)
             shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
             lower = functools.partial(
                 verify_alone.lower,
@@ -197,7 +196,7 @@ class Programs:
 
     def _prefills(self, scoring: Scoring | None) -> Iterator[tuple[Any, Lowering]]:
         engine, scoring = self._engine, scoring if scoring and scoring.prompt else None
-        _, state, table = self._shapes(Profile())
+        _, _, state, table = self._shapes(Profile())
         for size in chunks.sizes(engine.num_slots, scoring):
             if size.width > chunks.TOTALS[0] and size.width // 2 >= engine.capacity:
                 continue  # no prompt is as long
@@ -222,8 +221,8 @@ class Programs:
     def _vocab_size(self) -> int:
         return self._engine.plan.target.vocab_size
 
-    def _shapes(self, profile: Profile) -> tuple[Request, DecodeState, Any]:
-        """Return the shapes of the slots' request and state, and an empty table of pages."""
+    def _shapes(self, profile: Profile) -> tuple[Request, Shared, DecodeState, Any]:
+        """Return the shapes of request, shared state and state, and an empty table of pages."""
         engine, rows = self._engine, [None] * self._engine.num_slots
         request = slots.with_keys.eval_shape(*self._words(profile))
         capacity = slots.buffer_size(engine.plan, engine.capacity)
@@ -237,7 +236,10 @@ class Programs:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.pool.buffers
             )
             state = state.replace(pools=pools)
-        return request, state, block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
+        shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
+        request, shared = sharding.whole((request, shared))
+        table = block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
+        return request, shared, state.settled(), table
 
 
 def _compile(lowerings: Sequence[Lowering], on_progress: Callable[[int, int], None]) -> None:

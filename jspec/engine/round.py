@@ -11,8 +11,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sharding
-from jspec.core import kv_cache, shape_checks, token_fsm, trees
-from jspec.core.entries import NODE_AXIS
+from jspec.core import entries, kv_cache, shape_checks, token_fsm, trees
 from jspec.core.history import extend_history, root_alone, trim_draft, with_root
 from jspec.core.packing import Packing, packing_of
 from jspec.core.types import (
@@ -62,8 +61,8 @@ class DecodeState:
         return self.replace(cache=cache, memory=memory, pools=pools)
 
     def settled(self, table: Array | None = None) -> "DecodeState":
-        """Return the state as it is between programs; ``table`` is that of ``attached``."""
-        return sharding.settled(self if table is None else self.detached())
+        """Return the state as it lies between programs; ``table`` is that of ``attached``."""
+        return entries.settled(self if table is None else self.detached())
 
     @property
     def num_cached(self) -> Array:
@@ -89,7 +88,8 @@ def step(
     Invariant, on entry and on exit: the caches hold every committed token except the last one,
     which is the root (node 0) of the next draft.
     """
-    return run_round(plan, params, request, None, (shared, state, None))[:2]
+    shared, state, _ = run_round(plan, params, request, None, (shared, state, None))
+    return sharding.whole(shared), state.settled()
 
 
 def run_round(
@@ -308,7 +308,7 @@ def _pad(
     out = TargetOutput(
         logits=nodes(1)(out.logits),
         features=jax.tree.map(nodes(1), out.features),
-        tree_kv=jax.tree.map(nodes(NODE_AXIS), out.tree_kv),
+        tree_kv=jax.tree.map(nodes(entries.NODE_AXIS), out.tree_kv),
     )
     return out, verdict.replace(path=_widen(verdict.path, 1, max_depth + 1))
 

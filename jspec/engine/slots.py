@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import sharding
 from jspec.core import kv_cache, token_fsm
 from jspec.core.types import Array, History, Params, Request
 from jspec.engine import backlog
@@ -119,7 +120,7 @@ def widened(
 def with_keys(request: Request, streams: Array) -> Request:
     """Return the request with keys derived from the words of the seeds, and the streams [B]."""
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
-    return request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))
+    return sharding.whole(request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams)))
 
 
 def _with_length(tree: Any, length: Array) -> Any:

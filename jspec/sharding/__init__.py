@@ -2,8 +2,8 @@
 
 Each device has some heads of the target, some of its MLPs' width and some of its vocabulary;
 ``Tensor.divided`` says it for the weights of every kind of block. XLA splits the products by the
-places of the weights. Between programs, the caches of the target are split by heads. All else is
-on every device: a program that returned another split would be compiled again.
+places of the weights. Between programs, caches of split models are split by heads. All else is on
+every device: a program that returned another split would be compiled again.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 TENSOR = "tensor"  # the axis of the mesh
 
@@ -23,24 +23,31 @@ def num_shards() -> int:
 
 
 def whole(tree: Any) -> Any:
-    """Place a pytree on every device, inside a program; return it as it is without a mesh."""
-    if num_shards() == 1:
-        return tree
-    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, PartitionSpec()), tree)
+    """Place a pytree on every device; return it as it is without a mesh.
+
+    Its leaves are values inside a program, arrays outside of one, or shapes, which get a sharding.
+    """
+    return _placed(tree, PartitionSpec())
 
 
 def by_heads(tree: Any) -> Any:
-    """Split arrays [B, H, ...] by heads, inside a program, if each device gets as many."""
-    shards = num_shards()
-    if shards == 1:
+    """Split arrays [B, H, ...] by heads, of which devices have equally many; see ``whole``."""
+    return _placed(tree, PartitionSpec(None, TENSOR))
+
+
+def _placed(tree: Any, spec: PartitionSpec) -> Any:
+    if num_shards() == 1:
         return tree
 
-    def split(x: jax.Array) -> jax.Array:
-        is_split = x.ndim > 1 and x.shape[1] % shards == 0
-        spec = PartitionSpec(None, TENSOR) if is_split else PartitionSpec()
-        return lax.with_sharding_constraint(x, spec)
+    def put(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):
+            return lax.with_sharding_constraint(x, spec)
+        sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
 
-    return jax.tree.map(split, tree)
+    return jax.tree.map(put, tree)
 
 
 def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -> Any:
@@ -57,17 +64,3 @@ def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -
     # The loops of a function begin with arrays that are equal on all devices, and end with others.
     each = jax.shard_map(run, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     return each(parts, others)
-
-
-def settled(state: Any) -> Any:
-    """Place the state of a batch, inside a program: its ``cache`` and ``pools`` by heads."""
-    if num_shards() == 1:
-        return state
-    layers = by_heads(state.cache.layers)
-    rest = whole(state.replace(cache=state.cache.replace(layers=()), pools=()))
-    return rest.replace(cache=rest.cache.replace(layers=layers), pools=pools(state.pools))
-
-
-def pools(each: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Place the pools of caches, of which the first one is the target's."""
-    return by_heads(each[:1]) + whole(each[1:])

@@ -96,7 +96,14 @@ class Attention(Mixer):
 
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> AttentionKV:
         """See ``Mixer``."""
-        return AttentionKV.empty(batch, self.num_kv_heads, capacity, self.head_dim, dtype)
+        return AttentionKV.empty(
+            batch,
+            self.num_kv_heads,
+            capacity,
+            self.head_dim,
+            dtype,
+            is_divided=self.column_parts > 1,
+        )
 
     def mix(
         self,
