@@ -14,7 +14,6 @@ from jspec.verify.verdicts import verify
 
 if TYPE_CHECKING:
     from jspec.verify.rules import (
-        MAKERS,
         RULES,
         check_backend,
         check_fit,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "MAKERS",
     "RULES",
     "Rule",
     "check_backend",

@@ -15,6 +15,7 @@ from jax import lax
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.chain import ChainProbs, chain_probs, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, path_to, take
+from jspec.verify.rule import ALL, Rule
 
 
 def block(
@@ -34,6 +35,16 @@ def block(
         return _chain(processed, draft, tree, uniforms)
     end, next_probs = _Traversal(processed, draft, tree, uniforms, proposal).run()
     return path_to(end, tree), take(tree.depth, end), jnp.log(next_probs)
+
+
+BLOCK = Rule(
+    "block",
+    block,
+    "round",
+    ALL,
+    summary="judges the draft as a whole, accepts at least as much: block verification of chains, "
+    "traversal verification of trees",
+)
 
 
 # ------------------------------------------------------------------------------------- chains

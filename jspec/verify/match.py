@@ -15,6 +15,7 @@ from jax import lax
 
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.nodes import end_at, path_to, take, with_ancestors
+from jspec.verify.rule import ALL, Rule
 
 
 def match(
@@ -30,6 +31,12 @@ def match(
     accepted, _ = with_ancestors(matches, tree)  # paths with equal tokens have equal draws
     end = jnp.argmax(jnp.where(accepted, tree.depth, -1), 1)
     return end_at(end, processed, tree)
+
+
+_EQUAL = "accept while the target's own draw equals the draft"
+_SHARED = "match, with draft and target sharing noise: the text of plain sampling"
+MATCH = Rule("match", match, "target", ALL, summary=_EQUAL, aliases=("strict",))
+COUPLED = Rule("coupled", match, "target", ALL, shares_noise=True, summary=_SHARED)
 
 
 def follow(draw: Callable[[Array], Array], draft: Draft, tree: Tree) -> tuple[Array, Array, Array]:

@@ -12,6 +12,7 @@ from jax import lax
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.chain import chain_probs, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, path_to, take
+from jspec.verify.rule import ALL, Rule
 
 
 def rejection(
@@ -41,6 +42,16 @@ def rejection(
         return conclude(probs, draft, tree, num_accepted, scale=None)
     end, next_probs, _ = _walk(Nodes(processed, draft, tree, uniforms, proposal))
     return path_to(end, tree), take(tree.depth, end), jnp.log(next_probs)
+
+
+REJECTION = Rule(
+    "rejection",
+    rejection,
+    "round",
+    ALL,
+    summary="token rule with p/q: accept by ratio, else draw from the residual",
+    aliases=("standard", "probabilistic"),
+)
 
 
 def chances(nodes: Nodes) -> Array:

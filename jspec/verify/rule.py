@@ -1,6 +1,7 @@
 """The type of an acceptance rule."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from jspec.core.types import Proposal, Walk
@@ -8,7 +9,18 @@ from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 Randomness = Literal["target", "round", "none"]
+ALL: frozenset[Proposal] = frozenset(get_args(Proposal))
 _ARGUMENTS = "(processed logits, draft, tree, randomness, proposal)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting of a rule, as ``speculative_config`` has it."""
+
+    key: str  # the key in ``speculative_config``; rules without it refuse it
+    argument: str  # the argument of ``Rule.make``
+    note: str  # the effect, for the docs
+    is_list: bool = False  # whether it is a list of numbers, or a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +42,9 @@ class Rule:
     greedy_is_match: bool = True  # whether the rule equals ``match`` at temperature 0
     depths: tuple[int, int | None] = (0, None)  # least and most depth of drafts; None: any
     summary: str = ""
+    aliases: tuple[str, ...] = ()  # values of ``rejection_sample_method``; () for the name
+    settings: tuple[Setting, ...] = ()
+    make: "Callable[..., Rule] | None" = None  # returns a rule with other settings
     implementation: dataclasses.InitVar[str | None] = None  # refused: a field of version 0.2
 
     def __post_init__(self, implementation: str | None):

@@ -1,68 +1,30 @@
-"""The table ``RULES`` of all acceptance rules, and rules with settings or from the user's code."""
+"""The table ``RULES`` of all acceptance rules, and rules from the user's code."""
 
-from collections.abc import Sequence
-from typing import get_args
+import dataclasses
 
 from jspec import ops
-from jspec.core.types import Drafter, Proposal
+from jspec.core.types import Drafter
 from jspec.util.messages import shown
 from jspec.util.values import imported
-from jspec.verify.block import block
-from jspec.verify.match import match
-from jspec.verify.rejection import rejection
+from jspec.verify.block import BLOCK
+from jspec.verify.match import COUPLED, MATCH
+from jspec.verify.rejection import REJECTION
 from jspec.verify.rule import Rule
-from jspec.verify.synthetic_acceptance import Synthetic
-from jspec.verify.typical_acceptance import Typical
+from jspec.verify.synthetic_acceptance import synthetic
+from jspec.verify.typical_acceptance import typical
 
-_ALL = frozenset(get_args(Proposal))
-
-
-def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
-    """Return Medusa's typical acceptance, which is lossy; see ``typical_acceptance.Typical``."""
-    summary = "Medusa's: accept tokens that the target finds likely enough, by its entropy; greedy "
-    summary += "decoding stays exact"
-    walk = Typical(threshold, alpha)
-    return Rule("typical", walk, "none", frozenset(), lossless=False, summary=summary)
-
-
-def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
-    """Return lossy acceptance at given rates, for benchmarks; see ``Synthetic``."""
-    walk = Synthetic(rates if rates is None else tuple(rates), length)
-    return Rule(
-        "synthetic",
-        walk,
-        "round",
-        frozenset(),
-        depths=walk.depths,
-        lossless=False,
-        greedy_is_match=False,
-        summary="for benchmarks: accept any draft, at given rates",
-    )
-
-
-_SUMMARIES = {
-    "rejection": "token rule with p/q: accept by ratio, else draw from the residual",
-    "block": "judges the draft as a whole, accepts at least as much: block verification of chains, "
-    "traversal verification of trees",
-    "match": "accept while the target's own draw equals the draft",
-    "coupled": "match, with draft and target sharing noise: the text of plain sampling",
-}
-_MATCH = Rule("match", match, "target", _ALL, summary=_SUMMARIES["match"])
 RULES = {
     rule.name: rule
     for rule in (
         # On deterministic drafts both have the output of ``match``, which needs no residual.
-        Rule("rejection", rejection, "round", _ALL, _MATCH, summary=_SUMMARIES["rejection"]),
-        Rule("block", block, "round", _ALL, _MATCH, summary=_SUMMARIES["block"]),
-        _MATCH,
-        Rule("coupled", match, "target", _ALL, None, True, summary=_SUMMARIES["coupled"]),
+        dataclasses.replace(REJECTION, deterministic_rule=MATCH),
+        dataclasses.replace(BLOCK, deterministic_rule=MATCH),
+        MATCH,
+        COUPLED,
         typical(),
         synthetic(rates=()),  # for drafts of depth 0: rates have no default
     )
 }
-
-# The rules with settings of their own, and the functions that make them.
-MAKERS = {"typical": typical, "synthetic": synthetic}
 
 
 def check_fit(rule: Rule, drafter: Drafter, backend: str | None = None) -> None:

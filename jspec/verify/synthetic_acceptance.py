@@ -1,11 +1,13 @@
 """Acceptance at given rates, for benchmarks: it shows the gain from a draft of given quality."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.nodes import end_at, take
+from jspec.verify.rule import Rule, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +75,35 @@ class Synthetic:
             )
             end, previous = jnp.where(active, child, end), rate
         return end_at(end, processed, tree)
+
+
+_SETTINGS = (
+    Setting(
+        "synthetic_acceptance_rates",
+        "rates",
+        "for 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K",
+        is_list=True,
+    ),
+    Setting(
+        "synthetic_acceptance_length",
+        "length",
+        "for 'synthetic', instead of rates: mean tokens a round, bonus token included",
+    ),
+)
+
+
+def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
+    """Return lossy acceptance at given rates, for benchmarks; see ``Synthetic``."""
+    walk = Synthetic(rates if rates is None else tuple(rates), length)
+    return Rule(
+        "synthetic",
+        walk,
+        "round",
+        frozenset(),
+        depths=walk.depths,
+        lossless=False,
+        greedy_is_match=False,
+        summary="for benchmarks: accept any draft, at given rates",
+        settings=_SETTINGS,
+        make=synthetic,
+    )

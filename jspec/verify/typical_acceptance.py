@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jspec.core.sampling import argmax
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.nodes import end_at, with_ancestors
+from jspec.verify.rule import Rule, Setting
 
 _INSIDE_LOG = 1e-5  # Medusa's code adds it to p in the entropy
 
@@ -53,3 +54,28 @@ class Typical:
         longest = accepted & (depth == depth.max(1, keepdims=True))
         end = argmax(jnp.where(longest, path_log_p, -jnp.inf))
         return end_at(end, processed, tree)
+
+
+_SETTINGS = (
+    Setting(
+        "posterior_threshold",
+        "threshold",
+        "for 'typical', default 0.09: accept if p > min(threshold, alpha * exp(-entropy))",
+    ),
+    Setting("posterior_alpha", "alpha", "for 'typical', default 0.3"),
+)
+
+
+def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
+    """Return Medusa's typical acceptance, which is lossy; see ``Typical``."""
+    return Rule(
+        "typical",
+        Typical(threshold, alpha),
+        "none",
+        frozenset(),
+        lossless=False,
+        summary="Medusa's: accept tokens that the target finds likely enough, by its entropy; "
+        "greedy decoding stays exact",
+        settings=_SETTINGS,
+        make=typical,
+    )

@@ -1,7 +1,6 @@
 """``speculative_config``: vLLM's keys, meanings and errors, read into a method and a rule."""
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +29,7 @@ from jspec.util.values import is_whole, json_of
 
 _PARTS = "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]"
 _ANY_SIZE = 1 << 30  # vocabulary size for checks before the target is loaded
-_RULE_KEYS = ("rejection_sample_method", *itertools.chain(*RULE_KEYS.values()))
+_RULE_KEYS = ("rejection_sample_method", *RULE_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)

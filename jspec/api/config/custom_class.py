@@ -9,7 +9,6 @@ weights.
 
 import dataclasses
 import inspect
-import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +31,7 @@ _OURS = {
     "adaptive_length",
     "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
-    *itertools.chain(*RULE_KEYS.values()),
+    *RULE_KEYS,
 }
 _DECLARED = ("max_depth", "tree_size", "proposal")  # the members without a default
 _METHODS = ("init", "prefill", "propose", "update", "init_shared", "on_finished")

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jspec.util import neutral
+from jspec.verify import RULES
 
 Standing = Literal["works", "not built", "refused"]
 
@@ -96,14 +97,7 @@ _WORKS = {
     "combine": "not in vLLM; for 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for "
     "each row and round, the more promising draft)",
     "dspark_draft_topk": "for 'dspark': candidates of a slot, the likeliest before the Markov bias",
-    "synthetic_acceptance_rates": "for 'synthetic': how often the first i drafted tokens are "
-    "accepted, for i = 1..K",
-    "synthetic_acceptance_length": "for 'synthetic', instead of rates: mean tokens a round, bonus "
-    "token included",
-    "posterior_threshold": "for 'typical', default 0.09: accept if p > min(threshold, alpha * "
-    "exp(-entropy))",
-    "posterior_alpha": "for 'typical', default 0.3",
-}
+} | {setting.key: setting.note for rule in RULES.values() for setting in rule.settings}
 
 _NOT_BUILT = {
     "code_revision": "the hub's default revision is fetched",
@@ -261,19 +255,8 @@ METHOD_OF_KEY = {
 }
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
-RULE_NAMES = {
-    "standard": "rejection",
-    "block": "block",
-    "coupled": "coupled",
-    "probabilistic": "rejection",
-    "strict": "match",
-    "synthetic": "synthetic",
-    "typical": "typical",
-}
-# The keys of a rule, with the arguments of its maker that they stand for; other rules refuse them.
-RULE_KEYS = {
-    "synthetic": {"synthetic_acceptance_rates": "rates", "synthetic_acceptance_length": "length"},
-    "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
-}
+RULE_NAMES = {alias: rule.name for rule in RULES.values() for alias in rule.aliases or [rule.name]}
+# The settings of all rules, by key; a rule refuses those of another one.
+RULE_KEYS = {setting.key: rule.name for rule in RULES.values() for setting in rule.settings}
 RULES_NOT_BUILT = ("fly", "lenient")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # methods of chains; trees have more

@@ -8,30 +8,30 @@ from typing import Any
 
 from jspec import verify
 from jspec.api.config import checking
-from jspec.api.config.keys import RULE_KEYS, RULE_NAMES, RULES_NOT_BUILT
+from jspec.api.config.keys import RULE_NAMES, RULES_NOT_BUILT
 from jspec.util.messages import did_you_mean, shown
 
 
 def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
     """Return the name of the rule, or the rule itself if it has settings or is the user's own."""
     rule = _rule(values["rejection_sample_method"])
-    for other, keys in RULE_KEYS.items():
-        if rule != other and any(values[key] is not None for key in keys):
-            named = " / ".join(keys)
-            raise ValueError(f"{named} are only valid with rejection_sample_method={other!r}.")
-    if isinstance(rule, verify.Rule):
+    for other in verify.RULES.values():
+        keys = [setting.key for setting in other.settings]
+        if rule != other.name and any(values[key] is not None for key in keys):
+            raise ValueError(
+                f"{' / '.join(keys)} are only valid with rejection_sample_method={other.name!r}."
+            )
+    if isinstance(rule, verify.Rule) or verify.RULES[rule].make is None:
         return rule
-    arguments = RULE_KEYS.get(rule)
-    if arguments is None:
-        return rule
-    for key in arguments:
-        checking.check_real(key, values[key], listed=key == "synthetic_acceptance_rates")
-    given = {name: values[key] for key, name in arguments.items() if values[key] is not None}
+    settings = verify.RULES[rule].settings
+    for setting in settings:
+        checking.check_real(setting.key, values[setting.key], listed=setting.is_list)
+    given = {x.argument: values[x.key] for x in settings if values[x.key] is not None}
     if rule == "synthetic":
         # The depth of a published tree comes later: Plan compares it with the rates.
         depth = values["num_speculative_tokens"] or values["tree_depth"]
         _check_rates(given.get("rates"), given.get("length"), depth)
-    made = verify.MAKERS[rule](**given)  # raises where a setting has no default
+    made = verify.RULES[rule].make(**given)  # raises where a setting has no default
     return made if given else rule
 
 

@@ -506,9 +506,9 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         ),
         (
             NGRAM | {"rejection_sample_method": "strikt"},
-            "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
-            "probabilistic, strict, synthetic, typical, or the dotted path of a jspec.verify.Rule; "
-            "did you mean 'strict'?",
+            "rejection_sample_method='strikt' is not known; use one of standard, probabilistic, "
+            "block, strict, coupled, typical, synthetic, or the dotted path of a "
+            "jspec.verify.Rule; did you mean 'strict'?",
         ),
         (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
         (
