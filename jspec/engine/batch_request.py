@@ -1,7 +1,7 @@
 """The request of a running batch: the profile and the grammars of who runs, and their arrays."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from jspec import sharding
 from jspec.core.token_fsm import FREE
 from jspec.core.types import Request
-from jspec.engine import program_memory, slots
+from jspec.engine import program_memory
 from jspec.engine.loop import DecodeState
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.profiles import Profiles
@@ -18,6 +18,30 @@ from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
 
 Members = list[EngineSequence | None]  # sequences by slot
+
+
+class NewRequest(NamedTuple):
+    """The request of launches, as arrays of the host."""
+
+    request: Request  # before its keys are derived
+    streams: np.ndarray  # uint32 [B]
+    offsets: np.ndarray  # int32 [B], by which the states of grammars have moved
+
+    def fitted(self, state: DecodeState) -> DecodeState:
+        """Return ``state`` with states of grammars if the request has any, and else without.
+
+        Rows without a grammar are in state ``FREE``.
+        """
+        history = state.history
+        if self.request.sampling.automaton is None:
+            history = history.replace(state=None)
+        elif history.state is None:
+            states = sharding.whole(np.full(history.length.shape, FREE, np.int32))
+            history = history.replace(state=states)
+        elif self.offsets.any():
+            moved = jnp.where(history.state == FREE, FREE, history.state + self.offsets)
+            history = history.replace(state=moved)
+        return state.replace(history=history)
 
 
 class BatchRequest:
@@ -30,24 +54,21 @@ class BatchRequest:
 
     def __init__(self, profile: Profile, vocab_size: int):
         self.profile, self.profiles = profile, Profiles(profile)
-        self.arrays: Request | None = None  # on the device; the last launch had it
         self.is_stale = True  # True if launches need other arrays
         self._vocab_size = vocab_size
         self._grammars: tuple[Grammar, ...] = ()  # the grammars on the device
         self._fitted: Members = []  # sequences that ``profile`` was chosen for
 
     def reset(self) -> None:
-        """Drop the arrays; no sequence is in a slot."""
-        self.arrays, self.is_stale, self._fitted = None, True, []
+        """Have no sequence in a slot."""
+        self.is_stale, self._fitted = True, []
 
-    def make(
-        self, seated: Members, state: DecodeState, newcomer: EngineSequence | None = None
-    ) -> tuple[Request, np.ndarray, DecodeState]:
-        """Return the request before its keys are derived, the streams, and a state that fits it.
+    def make(self, seated: Members, newcomer: EngineSequence | None = None) -> NewRequest:
+        """Return the request of launches; set ``is_stale`` to False once the worker has it.
 
         The ``newcomer`` may have generated tokens before it was preempted.
         """
-        self._choose_profile(seated)
+        self.choose_profile(seated)
         rows = [None if sequence is None else sequence.params for sequence in seated]
         used = {row.grammar: None for row in rows if row is not None and row.grammar is not None}
         remaining = [each for each in self._grammars if each in used]
@@ -59,18 +80,11 @@ class BatchRequest:
                 offsets[slot] = new[row.grammar] - old[row.grammar]
         generated = _generated(seated, newcomer)
         request, streams = request_of(rows, self.profile, self._vocab_size, grammars, generated)
-        self._grammars, self.is_stale = grammars, True  # until the caller has the arrays
-        return request, streams, _with_grammar_states(state, request, offsets)
+        self._grammars, self.is_stale = grammars, True
+        return NewRequest(request, streams, offsets)
 
-    def renewed(self, seated: Members, state: DecodeState) -> DecodeState:
-        """Make the arrays of the next launch, if it needs others; return a state that fits."""
-        self._choose_profile(seated)
-        if self.is_stale:
-            request, streams, state = self.make(seated, state)
-            self.arrays, self.is_stale = slots.with_keys(request, streams), False
-        return state
-
-    def _choose_profile(self, seated: Members) -> None:
+    def choose_profile(self, seated: Members) -> None:
+        """Choose the profile of the next launch; the request may be stale from then on."""
         if seated == self._fitted:
             return
         sequences = [sequence for sequence in seated if sequence is not None]
@@ -85,20 +99,3 @@ class BatchRequest:
 
 def _generated(seated: Members, newcomer: EngineSequence | None) -> Sequence[Any]:
     return [each.answer.tokens if each and each is newcomer else () for each in seated]
-
-
-def _with_grammar_states(state: DecodeState, request: Request, offsets: np.ndarray) -> DecodeState:
-    """Return ``state`` with states of grammars if ``request`` has any, and else without.
-
-    Rows without a grammar are in state ``FREE``. States of others have moved by ``offsets`` [B].
-    """
-    history = state.history
-    if request.sampling.automaton is None:
-        history = history.replace(state=None)
-    elif history.state is None:
-        states = sharding.whole(np.full(history.length.shape, FREE, np.int32))
-        history = history.replace(state=states)
-    elif offsets.any():
-        moved = jnp.where(history.state == FREE, FREE, history.state + offsets)
-        history = history.replace(state=moved)
-    return state.replace(history=history)

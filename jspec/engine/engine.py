@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from jspec import sharding
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
@@ -43,6 +42,7 @@ from jspec.engine.sequences import (
     check_priority,
     check_sizes,
 )
+from jspec.sharding.channel import Channel
 
 
 class Engine:
@@ -60,6 +60,7 @@ class Engine:
       on_launch: called with every launch that was read, as NumPy arrays.
       is_pinned: whether the batch always has all slots, and so the same programs. Otherwise it has
         as many as sequences need, a power of two; and caches without pages are as long as needed.
+      channel: to other processes, whose workers run the same; None without others.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -78,6 +79,7 @@ class Engine:
         max_num_queued: int | None = None,
         on_launch: Callable[[Launch], None] | None = None,
         is_pinned: bool = True,
+        channel: Channel | None = None,
     ):
         check_sizes(num_slots=num_slots, capacity=capacity, max_num_queued=max_num_queued)
         validation.check_params(plan.target, plan.drafter, params)
@@ -91,28 +93,25 @@ class Engine:
             shared=init_shared(plan) if shared is None else shared,
             pool=pool,
             capacity=capacity,
+            channel=channel,
         )
         self.admission = Admission(self.scheduler, self.runner, capacity, is_pinned=is_pinned)
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
         self._unread: collections.deque[Dispatched] = collections.deque()
         program_memory.bound()
 
-    params = property(lambda self: self.runner.params, updates.replace_params)
+    params = property(lambda self: self.runner.worker.params, updates.replace_params)
+    # The drafter's state that outlives calls; the engine consumes what it is set to.
+    shared = property(
+        lambda self: self.runner.worker.shared,
+        lambda self, shared: self.runner.put_shared(shared),
+    )
     profile = property(lambda self: self.runner.request.profile)
     num_slots = property(lambda self: self.scheduler.num_slots)
     is_idle = property(lambda self: self.scheduler.is_idle)
     num_waiting = property(lambda self: self.scheduler.num_waiting)
     num_running = property(lambda self: len(self.scheduler.seated))
     num_prefilled = property(lambda self: self.admission.num_prefilled)
-
-    @property
-    def shared(self) -> Any:
-        """The drafter's state that outlives calls; the engine consumes what it is set to."""
-        return self.runner.shared
-
-    @shared.setter
-    def shared(self, shared: Any) -> None:
-        self.runner.shared = sharding.whole(shared)
 
     def submit(
         self,

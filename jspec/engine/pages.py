@@ -17,6 +17,7 @@ from jspec.engine.block_pool import NULL_PAGE, BlockPool
 from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
+from jspec.sharding.channel import Replica, everywhere
 from jspec.util.messages import shown
 from jspec.util.promotion import standard_promotion
 from jspec.util.untouched import give_back_zeros
@@ -26,7 +27,7 @@ PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
 _CLEARED = 16  # pages that one program clears
 
 
-class Pool:
+class Pool(Replica):
     """The pages of the caches of a target and a drafter, for one engine at a time.
 
     Args:
@@ -87,22 +88,26 @@ class Pool:
         blocks.most = max(blocks.num_pages, min(blocks.most, count))
         blocks.add(blocks.most - blocks.num_pages)
         self.renew()
-        self._clear([NULL_PAGE])  # compile it
+        self._clear(np.full(_CLEARED, NULL_PAGE, np.int32))  # compile it
         # The process holds the memory of a page from its first use on.
         give_back_zeros(jax.block_until_ready(self.buffers))
 
     def renew(self) -> None:
         """Allocate the buffers anew; no sequence may have a page. No page is cached then."""
-        self.buffers = ()  # before the new ones: memory may be short
-        self.buffers = self._allocate(self.blocks.num_pages)
+        self._fill(self.blocks.num_pages)
         self.blocks.reset()
 
-    def lend(self, state: DecodeState) -> DecodeState:
-        """Return ``state`` with the buffers, for a program that consumes it.
+    def clean(self) -> None:
+        """Clear the pages that sequences got since the last call and that may hold NaN."""
+        pages = self.blocks.pages_to_clear()
+        for first in range(0, len(pages), _CLEARED):
+            ids = np.full(_CLEARED, NULL_PAGE, np.int32)
+            part = pages[first : first + _CLEARED]
+            ids[: len(part)] = part
+            self._clear(ids)
 
-        Pages that may hold NaN are cleared before, if a sequence got them.
-        """
-        self._clear(self.blocks.pages_to_clear())
+    def lend(self, state: DecodeState) -> DecodeState:
+        """Return ``state`` with the buffers, for a program that consumes it."""
         return state.replace(pools=self.buffers)
 
     def take_back(self, state: DecodeState) -> DecodeState:
@@ -123,12 +128,14 @@ class Pool:
             return False
         return True
 
-    def _clear(self, pages: Sequence[int]) -> None:
-        for first in range(0, len(pages), _CLEARED):
-            ids = np.full(_CLEARED, NULL_PAGE, np.int32)
-            part = pages[first : first + _CLEARED]
-            ids[: len(part)] = part
-            self.buffers = _cleared(self.buffers, ids)
+    @everywhere
+    def _fill(self, num_pages: int) -> None:
+        self.buffers = ()  # before the new ones: memory may be short
+        self.buffers = self._allocate(num_pages)
+
+    @everywhere
+    def _clear(self, pages: np.ndarray) -> None:
+        self.buffers = _cleared(self.buffers, pages)
 
 
 def reads_pages(plan: Plan) -> bool:

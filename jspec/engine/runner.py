@@ -1,4 +1,4 @@
-"""The runner: the state of an engine on the device, and the programs that change it."""
+"""The runner: what the next programs are, and what the host learns from those that ran."""
 
 import collections
 import dataclasses
@@ -15,15 +15,15 @@ from jspec.engine.batch_request import BatchRequest, Members
 from jspec.engine.chunks import Chunk
 from jspec.engine.compile_ahead import CompileAhead
 from jspec.engine.launches import Launch, shapes_of_captured
-from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
-from jspec.engine.masked_round import draft_alone, verify_alone
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.scheduler import Prefill
 from jspec.engine.sequence import EngineSequence
 from jspec.engine.speculation import LaunchPlan, SpeculationController
+from jspec.engine.worker import Worker
 from jspec.grammar.followed import num_words
+from jspec.sharding.channel import Channel
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class Dispatched:
 
 
 class Runner:
-    """Runs programs on the rows of one batch.
+    """Has a worker run the sequences in the rows of one batch.
 
     Args:
       plan: static.
@@ -47,6 +47,7 @@ class Runner:
       shared: the drafter's state that outlives calls.
       pool: pages of the caches; None for caches without pages.
       capacity: longest history, prompt included.
+      channel: to other processes, whose workers run the same; None without others.
     """
 
     def __init__(
@@ -58,14 +59,17 @@ class Runner:
         shared: Shared,
         pool: Pool | None,
         capacity: int,
+        channel: Channel | None = None,
     ):
-        self.plan, self.params, self.pool, self.shared = plan, params, pool, shared
+        self.plan, self.pool = plan, pool
         shapes_of_captured(plan, params, profile.capture_layers)  # raises if the target lacks one
+        self.worker = Worker(plan, params, shared=shared, pool=pool)
+        if channel is not None:
+            channel.lead(self.worker, pool)
         self.request = BatchRequest(profile, plan.target.vocab_size)
         self.capacity = capacity  # tokens of a row
         self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
         self.pinned_length: int | None = None  # K of all launches; None for a choice
-        self._state: DecodeState | None = None
         self._speculations: dict[int, SpeculationController] = {}  # by the number of rows
         self._is_alone = True  # whether launches alone ran since the last one
         self._last_end: float | None = None  # end of the last launch, if it was seen
@@ -74,10 +78,7 @@ class Runner:
     @property
     def is_lost(self) -> bool:
         """True if buffers were consumed by a call that returned nothing."""
-        mine = jax.tree.leaves((self._state, self.shared))
-        arrays = (leaf for leaf in mine if isinstance(leaf, jax.Array))
-        is_lost = any(leaf.is_deleted() for leaf in arrays)
-        return is_lost or (self.pool is not None and self.pool.is_lost)
+        return self.worker.is_lost
 
     @property
     def buffer_size(self) -> int:
@@ -86,48 +87,44 @@ class Runner:
 
     def start_anew(self, capacity: int) -> None:
         """Drop the rows, as no sequence is in one; the next ones have another ``capacity``."""
-        self._state, self.capacity = None, capacity
+        self.worker.drop()
+        self.capacity = capacity
         self.request.reset()
 
     def reset(self, *, keeps_pages: bool) -> None:
         """Drop the rows after a fault. Pages and the drafter's shared state begin anew, or stay."""
         self.start_anew(self.capacity)
         if not keeps_pages:
-            self.shared = init_shared(self.plan)
+            self.worker.renew_shared()
             if self.pool is not None:
                 self.pool.renew()
+
+    def put_shared(self, shared: Shared) -> None:
+        """Replace the drafter's shared state; it is consumed."""
+        is_alone = self.worker.channel is None
+        self.worker.put_shared(shared if is_alone else jax.device_get(shared))
 
     # ------------------------------------------------------------------------------------ programs
 
     def widen(self, width: int) -> None:
         """Have more rows; those that there are stay."""
         self.request.is_stale = True
-        if self._state is not None:
-            has_pages = self.pool is not None
-            self._state = slots.widened(self.plan, self.params, self._state, width, has_pages)
+        self.worker.widen(width)
 
     def seat(self, sequence: EngineSequence, seated: Members) -> None:
         """Write a sequence into its row; ``seated`` are the sequences of all rows."""
-        size, has_pages = self.buffer_size, self.pool is not None
-        if self._state is None:
-            self._state = slots.allocate(self.plan, self.params, len(seated), size, has_pages)
-        request, streams, self._state = self.request.make(seated, self._state, sequence)
-        text = np.zeros(size, np.int32)
+        new = self.request.make(seated, sequence)
+        text = np.zeros(self.buffer_size, np.int32)
         text[: sequence.length] = sequence.text
         self._is_alone = False
-        arrays, self._state = slots.seat(
-            self.plan,
-            self.params,
-            self._state,
-            request,
-            streams,
-            slot=np.int32(sequence.slot),
+        self.worker.seat(
+            new,
+            slot=sequence.slot,
             text=text,
-            cached=np.int32(sequence.num_prefilled),
-            ready=np.bool_(not sequence.num_left),
-            has_pages=has_pages,
+            cached=sequence.num_prefilled,
+            ready=not sequence.num_left,
         )
-        self.request.arrays, self.request.is_stale = arrays, False
+        self.request.is_stale = False
         speculation = self._speculation_of(len(seated))
         if speculation is not None:
             speculation.forget(sequence.slot)
@@ -135,43 +132,23 @@ class Runner:
     def compile_launch(self, seated: Members, table: np.ndarray | None) -> None:
         """Compile the first launch of these rows in a thread, while their prompts are prefilled."""
         profiles, sequences = self.request.profiles, [each for each in seated if each is not None]
-        if profiles.are_compiled_ahead or any(each.follower for each in sequences):
+        is_alone = self.worker.channel is None  # other processes would not compile meanwhile
+        has_follower = any(each.follower for each in sequences)
+        if profiles.are_compiled_ahead or has_follower or not is_alone:
             return
         profile = self._profile(seated, follows=False)
 
         def lower() -> jax.stages.Lowered:
-            chosen, pools = self.choose(seated), () if self.pool is None else self.pool.buffers
-            return launch.lower(
-                chosen.plan,
-                profile,
-                self.params,
-                self.request.arrays,
-                self.shared,
-                self._state if self.pool is None else self._state.replace(pools=pools),
-                np.int32(0),
-                np.zeros(len(seated), bool),
-                table,
-                chosen.budget,
-            )
+            chosen = self.choose(seated)
+            return self.worker.lower_launch(chosen.plan.length, profile, table, chosen.budget)
 
         self._ahead.begin((profile, len(seated)), lower)
 
     def prefill(self, chunk: Prefill, table: np.ndarray | None) -> Logprobs | None:
         """Prefill chunks of prompts; return their scores, if asked for."""
-        # Leave the states of grammars out: they would compile another program.
-        grammar_states = self._state.history.state
-        self._state = self._state.replace(history=self._state.history.replace(state=None))
+        self._clean()
         self._is_alone = False
-        state, scores = prefill(
-            self.plan,
-            self.params,
-            self._lent(),
-            *chunk.arrays,
-            chunk.rows,
-            chunk.scoring,
-            table,
-        )
-        self._take_back(state.replace(history=state.history.replace(state=grammar_states)))
+        scores = self.worker.prefill(chunk.arrays, chunk.rows, chunk.scoring, table)
         self.prefills[chunk.size] += 1
         return scores
 
@@ -186,20 +163,9 @@ class Runner:
     ) -> Dispatched:
         """Dispatch a launch of up to ``rounds`` rounds; it ends as soon as a watched row does."""
         profile = self._profile(seated, follows=False)
+        self._clean()
         self._ahead.wait()
-        self.shared, state, ran = launch(
-            chosen.plan,
-            profile,
-            self.params,
-            self.request.arrays,
-            self.shared,
-            self._lent(),
-            np.int32(rounds),
-            watched,
-            table,
-            chosen.budget,
-        )
-        self._take_back(state)
+        ran = self.worker.launch(chosen.plan.length, profile, rounds, watched, table, chosen.budget)
         begin = time.perf_counter() if self._is_alone else None
         self._is_alone = True
         return Dispatched(ran, members, rounds * (self.plan.drafter.max_depth + 1), chosen, begin)
@@ -212,25 +178,10 @@ class Runner:
         A sequence whose grammar cannot be followed ends by the error.
         """
         profile = self._profile(seated, follows=True)
-        request = self.request.arrays
-        state, halfway = draft_alone(
-            chosen.plan, self.params, request, self.shared, self._lent(), table
-        )
-        self._take_back(state)
-        bits, used = self._masks(halfway.whole, members)
-        self.shared, state, ran = verify_alone(
-            chosen.plan,
-            profile,
-            self.params,
-            request,
-            self.shared,
-            self._lent(),
-            halfway,
-            bits,
-            used,
-            table,
-        )
-        self._take_back(state)
+        self._clean()
+        draft = self.worker.draft(chosen.plan.length, table)
+        bits, used = self._masks(draft, members)
+        ran = self.worker.verify(chosen.plan.length, profile, bits, used, table)
         self._is_alone = False
         return Dispatched(ran, members, self.plan.drafter.max_depth + 1, chosen, None)
 
@@ -250,19 +201,29 @@ class Runner:
 
     def end(self, rows: np.ndarray, seated: Members) -> None:
         """End ``rows``, bool [B], of texts that the host ended."""
-        if self._state is not None:
-            if len(self.request.arrays.max_length) != len(rows):  # the batch was widened
-                self._state = self.request.renewed(seated, self._state)
-            self.request.arrays, self.shared, self._state = cancel(
-                self.plan, self.request.arrays, self.shared, self._state, rows
-            )
+        if self.worker.has_rows:
+            if self.worker.width != len(rows):  # the batch was widened
+                self._renew(seated)
+            self.worker.cancel(rows)
 
     def _profile(self, seated: Members, *, follows: bool) -> Profile:
         """Return the profile of a launch whose request is on the device."""
-        self._state = self.request.renewed(seated, self._state)
+        self._renew(seated)
         profile = dataclasses.replace(self.request.profile, follows=follows)
         self.request.profiles.add(profile)
         return profile
+
+    def _renew(self, seated: Members) -> None:
+        """Give the worker the request of the next launch, if it needs another one."""
+        self.request.choose_profile(seated)
+        if self.request.is_stale:
+            self.worker.renew(self.request.make(seated))
+            self.request.is_stale = False
+
+    def _clean(self) -> None:
+        """Clear the pages that sequences got and that may hold NaN."""
+        if self.pool is not None:
+            self.pool.clean()
 
     def _masks(self, draft: Any, members: Members) -> tuple[np.ndarray, np.ndarray]:
         """Return the masks of grammars that the host follows, and bool [B]: rows that have any."""
@@ -282,12 +243,6 @@ class Runner:
             except BaseException as error:  # panics of Rust are no Exception
                 sequence.fail(faults.of_sequence(error))
         return bits, used
-
-    def _lent(self) -> DecodeState:
-        return self._state if self.pool is None else self.pool.lend(self._state)
-
-    def _take_back(self, state: DecodeState) -> None:
-        self._state = state if self.pool is None else self.pool.take_back(state)
 
     # ------------------------------------------------------------------------------- K of a launch
 

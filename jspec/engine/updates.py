@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import numpy as np
 
 from jspec.core import validation
 from jspec.core.types import Array, Params
@@ -21,16 +20,16 @@ def replace_params(engine: Any, params: Params) -> None:
         shape or dtype. Nothing has changed then.
     """
     validation.check_params(engine.plan.target, engine.plan.drafter, params)
-    params = _in_place_of(engine.params, params)
+    _check_like(engine.params, params)
     while engine.preempt():  # the first call reads the launch in flight, which may end texts
         pass
-    engine.runner.params = params
+    engine.runner.worker.put_params(params)
     if engine.pool is not None:
         engine.pool.blocks.clear_cache()
 
 
-def _in_place_of(old: Params, new: Params) -> Params:
-    """Return the new weights on the devices of the old ones, which they must be like."""
+def _check_like(old: Params, new: Params) -> None:
+    """Raise ValueError for weights that cannot take the place of the old ones."""
     before, after = (dict(jax.tree.leaves_with_path(params)) for params in (old, new))
     for path in (*before, *after):
         kinds = [_kind(leaves.get(path)) for leaves in (before, after)]
@@ -40,18 +39,7 @@ def _in_place_of(old: Params, new: Params) -> Params:
                 "give weights of the same structure, shapes and dtypes, or make another engine."
             )
     validation.check_on_host("params", new)
-    return jax.tree.map(_placed, old, new)
 
 
 def _kind(leaf: Array | None) -> str:
     return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _placed(old: Any, new: Any) -> Array:
-    """Return ``new`` as an array that programs for ``old`` take.
-
-    An array that is committed to a device would compile another program than one that is not.
-    """
-    if getattr(old, "committed", False):
-        return jax.device_put(new, old.sharding)
-    return jax.device_put(np.asarray(new) if getattr(new, "committed", False) else new)

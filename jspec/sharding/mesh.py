@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jspec.sharding import TENSOR
 
@@ -41,4 +41,16 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 def placed(tree: Any, mesh: Mesh, *spec: str | None) -> Any:
     """Return a pytree on the devices of a mesh: whole on each, or arrays split by ``spec``."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.tree.map(lambda x: put(x, sharding), tree)
+
+
+def put(x: Any, sharding: Sharding) -> jax.Array:
+    """Return an array on the devices of ``sharding``; each of several processes has all of ``x``.
+
+    ``jax.device_put`` would compare the values of all processes, and wait for them.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])

@@ -11,7 +11,7 @@ import pytest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
 from jspec.drafters import Suffix
-from jspec.engine import batch_request, loop, profile, runner
+from jspec.engine import batch_request, loop, profile, worker
 from jspec.engine.engine import Engine
 from jspec.engine.functional import SequenceParams
 from jspec.engine.pages import Pool
@@ -170,7 +170,7 @@ def test_pages_of_a_sequence_with_nan_spoil_no_later_one(name):
     faulty = without_it(SequenceParams((1, 2, BAD, *range(4, 24)), max_tokens=8))
     expected = texts(name, rows)
     served = made(name, num_pages=9)  # so few that all are taken again
-    served.runner.params = with_a_token_of_nan(served.params)
+    served.runner.worker.params = with_a_token_of_nan(served.params)
     tickets = [served.submit(row) for row in (rows[0], faulty, *rows[1:], faulty)]
     first, nan, *rest, again = finished(served, tickets)
     assert [first, *rest] == expected and nan == again == []
@@ -181,9 +181,9 @@ def test_pages_of_a_sequence_with_nan_spoil_no_later_one(name):
 
 def test_pages_of_a_sequence_with_nan_leave_the_prefix_cache():
     served, prompt = made(), (1, 2, BAD, *range(4, 24))
-    served.runner.params, sound = with_a_token_of_nan(served.params), served.params
+    served.runner.worker.params, sound = with_a_token_of_nan(served.params), served.params
     finished(served, [served.submit(SequenceParams(prompt, max_tokens=4))])
-    served.runner.params = sound  # as if a device had erred once
+    served.runner.worker.params = sound  # as if a device had erred once
     ticket = served.submit(SequenceParams(prompt, max_tokens=4))
     finished(served, [ticket])
     assert served.pool.blocks.hits == 0 and ticket.answer.finish_reason == "length"
@@ -193,7 +193,7 @@ def test_pages_of_a_sequence_with_nan_leave_the_prefix_cache():
 
 def test_pages_of_a_prompt_that_was_aborted_are_cleared_before_they_are_taken_again():
     served = made(num_slots=1, num_pages=5)
-    served.runner.params = with_a_token_of_nan(served.params)
+    served.runner.worker.params = with_a_token_of_nan(served.params)
     ticket = served.submit(SequenceParams((1, BAD, *range(4, 24)), max_tokens=8))
     served.step()  # its prompt is read, and its launch is not
     assert not ticket.finished
@@ -209,7 +209,7 @@ def test_pages_of_a_prompt_that_was_aborted_are_cleared_before_they_are_taken_ag
 @pytest.mark.parametrize("call", [0, 2])
 def test_sequences_have_their_texts_after_a_launch_that_failed_once(monkeypatch, name, call):
     expected = texts(name)
-    monkeypatch.setattr(runner, "launch", failing(loop.launch, lambda number: number == call))
+    monkeypatch.setattr(worker, "launch", failing(loop.launch, lambda number: number == call))
     served = made(name)
     tickets = [served.submit(row, rounds=2) for row in ROWS]
     assert finished(served, tickets) == expected
@@ -219,7 +219,7 @@ def test_sequences_have_their_texts_after_a_launch_that_failed_once(monkeypatch,
 def test_a_prefill_that_fails_once_is_repeated(monkeypatch):
     expected = texts()
     once = failing(loop.prefill, lambda number: number == 1)
-    monkeypatch.setattr(runner, "prefill", once)
+    monkeypatch.setattr(worker, "prefill", once)
     served = made()
     assert finished(served, [served.submit(row) for row in ROWS]) == expected
 
@@ -238,7 +238,7 @@ def test_sequences_that_fail_alone_end_with_the_error_and_the_engine_stays_usabl
     expected, served = texts(), made()
     tickets = [served.submit(row) for row in ROWS[:3]]
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", failing(loop.launch, lambda _: True))
+        patch.setattr(worker, "launch", failing(loop.launch, lambda _: True))
         finished(served, tickets)
     for ticket in tickets:
         assert ticket.answer.finish_reason == "error"
@@ -351,6 +351,6 @@ def test_an_interruption_loses_no_token_of_those_who_go_on(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner, "launch", interrupted_late)  # its inputs are consumed
+        patch.setattr(worker, "launch", interrupted_late)  # its inputs are consumed
         served.step()
     assert finished(served, tickets) == expected

@@ -174,7 +174,7 @@ def test_a_text_keeps_its_grammar_through_a_preemption_and_a_failed_launch(monke
                 def failed(*_):
                     raise jax.errors.JaxRuntimeError("INTERNAL: gone")
 
-                patch.setattr("jspec.engine.runner.verify_alone", failed)
+                patch.setattr("jspec.engine.worker.verify_alone", failed)
             engine.step()
         if engine.is_idle:
             break

@@ -1,0 +1,208 @@
+"""The channel between processes: the first one decides, and the others run the same after it.
+
+JAX runs a program on the devices of several processes once each of them calls it, all in one order.
+So every process has a replica of what calls programs. The first process sends each call with its
+arguments, as plain data, before it runs it itself.
+
+If a process ends before the others were to end, so do they, within a second: what it lacks would
+keep them waiting in their next collective. This thread cannot raise in the one that waits, so it
+ends the process.
+"""
+
+import atexit
+import contextlib
+import functools
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jspec.util.processes import exit_at_once
+
+_END, _FAILED = "end", "failed"  # messages of the first process beside calls
+_FAULT_SECONDS = 10  # longest time between the failures of two processes in the same call
+
+
+class Replica:
+    """An object of which every process has one. It has no ``channel`` but in the first process."""
+
+    channel: "Channel | None" = None
+
+
+def everywhere(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method of a ``Replica`` run in all processes; its arguments are plain data."""
+
+    @functools.wraps(method)
+    def run(self: Replica, *given: Any, **named: Any) -> Any:
+        if self.channel is None:
+            return method(self, *given, **named)
+        self.channel.send((type(self).__name__, method.__name__, given, named))
+        try:
+            return method(self, *given, **named)
+        except BaseException:
+            self.channel.send(_FAILED)
+            raise
+
+    return run
+
+
+class Channel:
+    """Connections between the first process and each of the others.
+
+    Args:
+      index: of this process.
+      count: of all processes.
+      peers: connections by process: of the first process to all others, of others to the first one.
+    """
+
+    def __init__(self, index: int, count: int, peers: Mapping[int, Connection]):
+        self.index, self.count, self._peers = index, count, dict(peers)
+        self._inboxes = {number: queue.SimpleQueue() for number in self._peers}
+        self._ends = threading.Event()  # set once the end of others is no surprise
+        for number in self._peers:
+            name = f"jspec-process-{number}"
+            threading.Thread(target=self._listen, args=(number,), name=name, daemon=True).start()
+        atexit.register(self.close)
+
+    # -------------------------------------------------------------------------------- at the start
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order, in each of them."""
+        if self.index:
+            self._send(value)
+            return self._inboxes[0].get()
+        values = [value, *(self._inboxes[number].get() for number in sorted(self._peers))]
+        self._send(values)
+        return values
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that bad input in one process ends in all: ValueError or OSError."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if not self._ends.is_set():
+                self._agree({}, error)
+            raise
+        self._agree({})
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raise ValueError, in every process, if any of them has other ``facts``, or has failed."""
+        self._agree(facts)
+
+    def _agree(self, facts: Mapping[str, str], error: Exception | None = None) -> None:
+        every = self.gather((dict(facts), None if error is None else str(error)))
+        failed = [(number, text) for number, (_, text) in enumerate(every) if text is not None]
+        if failed:
+            self._ends.set()
+            if error is None:
+                number, text = failed[0]
+                raise ValueError(f"process {number} of {self.count} has ended: {text}")
+            return
+        first = every[0][0]
+        for number, (other, _) in enumerate(every):
+            for name in first:
+                if other.get(name) != first[name]:
+                    self._ends.set()
+                    raise ValueError(
+                        f"{name} differs: process 0 has {first[name]}, process {number} has "
+                        f"{other.get(name)}; start all processes with the same model and arguments."
+                    )
+
+    # --------------------------------------------------------------------------- the first process
+
+    def lead(self, *replicas: Replica | None) -> None:
+        """Send the calls of these objects from now on."""
+        for replica in replicas:
+            if replica is not None:
+                replica.channel = self
+
+    def send(self, message: Any) -> None:
+        """Send a message to all other processes."""
+        self._send(message)
+
+    def close(self) -> None:
+        """End the other processes, which follow."""
+        if not self._ends.is_set():
+            self._ends.set()
+            if self.index == 0:
+                with contextlib.suppress(OSError):
+                    self._send(_END)
+
+    # -------------------------------------------------------------------------- the other processes
+
+    def follow(self, *replicas: Replica | None) -> None:
+        """Run what the first process sends, until it ends.
+
+        A call that fails here must fail there too. SIGTERM and Ctrl-C reach all processes; this
+        one goes on until the first process has drained, unless they come again.
+
+        Raises:
+          RuntimeError: a call has failed in one of the two processes alone.
+        """
+        by_name = {type(replica).__name__: replica for replica in replicas}
+        with _patient():
+            inbox = self._inboxes[0]
+            message = inbox.get()
+            while message != _END:
+                name, method, given, named = message
+                fault = None
+                try:
+                    getattr(by_name[name], method)(*given, **named)
+                except Exception as error:
+                    fault = error
+                try:
+                    message = inbox.get(timeout=None if fault is None else _FAULT_SECONDS)
+                except queue.Empty:
+                    message = None
+                if (message == _FAILED) != (fault is not None):
+                    where = "here" if fault is not None else "in process 0"
+                    raise RuntimeError(f"{name}.{method} failed {where} alone.") from fault
+                if message == _FAILED:
+                    message = inbox.get()
+
+    # -------------------------------------------------------------------------------- the network
+
+    def _send(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        for connection in self._peers.values():
+            connection.send_bytes(data)
+
+    def _listen(self, number: int) -> None:
+        """Receive the messages of a process, and end this one if that ends unexpectedly."""
+        try:
+            message = None
+            while message != _END:
+                message = pickle.loads(self._peers[number].recv_bytes())
+                self._inboxes[number].put(message)
+            self._ends.set()
+        except (EOFError, OSError):
+            if not self._ends.is_set():
+                line = f"jspec: process {number} of {self.count} has ended, so process {self.index}"
+                print(f"{line} ends too; start all of them again.", file=sys.stderr)
+                exit_at_once(1)
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """Outlive the first SIGTERM or Ctrl-C, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, _: Any) -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        word = signal.Signals(number).name
+        print(f"jspec: {word}: this process ends after process 0; again: at once", file=sys.stderr)
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
