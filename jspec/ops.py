@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jspec import sharding
 from jspec.core import weights
 from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import distributions
@@ -32,10 +33,15 @@ class Backend(NamedTuple):
     name: str  # Users choose by it; back-ends of one name are for different platforms.
     module: str
     platform: str | None = None  # JAX's name of the only platform that it runs on; None for all
-    # Whether it is the default for such arrays, those of ``refusal``; None for never.
+    # Whether it, the first argument, is the default for arrays as of ``refusal``; None for never.
     default: Callable[..., bool] | None = None
     refuses: bool = False  # Whether its module has ``refusal``, the reason against some arrays.
     interpreted: bool = False  # Whether Pallas' interpreter runs it, on any device: for proofs.
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Arguments of the module's function."""
+        return {"interpret": True} if self.interpreted else {}
 
     def load(self, operation: str) -> ModuleType:
         """Return the module; Pallas is imported only on demand."""
@@ -46,21 +52,51 @@ class Backend(NamedTuple):
         return self.load(operation).refusal(*arrays) if self.refuses else None
 
 
-def _beats_xla(*arrays: Array | None) -> bool:
-    """Return whether ``benchmarks/kernels.py`` measured the Hopper kernel to be faster there."""
-    if jax.default_backend() != "gpu":
+class Default(NamedTuple):
+    """Arrays of bfloat16 for which a kernel of tree attention is the default, if it takes them."""
+
+    backend: str  # Result of ``jax.default_backend``.
+    kinds: tuple[str, ...]  # Beginnings of ``jax.Device.device_kind``.
+    has_pages: bool
+    most_nodes: int
+    most_devices: int | None  # Devices of JAX; None for any number.
+    evidence: str
+
+
+_COMPILED = "compiled: bytes of a round in tests/aot/roofline.json"
+DEFAULTS = {
+    "pallas_gpu": (
+        Default("gpu", ("",), False, 64, 1, "measured: accelerator_check_h200.json, 3.1 to 7.8 x"),
+        Default("gpu", ("",), True, 64, None, _COMPILED),
+    ),
+    "pallas_tpu": (Default("tpu", ("TPU v5", "TPU v6", "TPU7x"), True, 1024, None, _COMPILED),),
+}
+
+
+def _by_evidence(backend: Backend, q: Array, tree_k: Array, *cache: Array | None) -> bool:
+    """Return whether ``DEFAULTS`` has such arrays on this device; ``cache`` has keys and table."""
+    if jax.default_backend() == "cpu" or tree_k.dtype != jnp.bfloat16:
         return False
-    return importlib.import_module("jspec.kernels.tree_attention.pallas_gpu").is_faster(*arrays)
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    return any(
+        jax.default_backend() == each.backend
+        and kind.startswith(each.kinds)
+        and each.has_pages == (cache[1] is not None)
+        and q.shape[2] <= each.most_nodes
+        and count <= (each.most_devices or count)
+        for each in DEFAULTS[backend.module]
+    ) and not backend.refusal("tree_attention", q, tree_k, *cache)
 
 
 # The back-ends of every operation. The first default for the platform and the arrays runs, or the
 # one that is named. XLA's form of rejection sampling is the walk of a rule (``jspec.verify``).
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "tree_attention": (
-        Backend("pallas_gpu", "pallas_gpu", "cuda", default=_beats_xla, refuses=True),
-        Backend("xla", "xla_cpu", "cpu", default=xla_cpu.differs),
+        Backend("pallas_gpu", "pallas_gpu", "cuda", default=_by_evidence, refuses=True),
+        Backend("pallas_tpu", "pallas_tpu", "tpu", default=_by_evidence, refuses=True),
+        Backend("xla", "xla_cpu", "cpu", default=lambda _, *arrays: xla_cpu.differs(*arrays)),
         Backend("xla", "xla", default=lambda *_: True),
-        Backend("pallas_tpu", "pallas_tpu", "tpu", refuses=True),
+        Backend("pallas_tpu_interpreted", "pallas_tpu", refuses=True, interpreted=True),
         Backend("reference", "reference"),
     ),
     "rejection_sampling": (
@@ -77,7 +113,7 @@ def backend_names(operation: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.name for each in BACKENDS[operation]))
 
 
-def _chosen(operation: str, name: str | None, *arrays: Array | None) -> list[Backend]:
+def backends_for(operation: str, name: str | None, *arrays: Array | None) -> list[Backend]:
     """Return the back-ends that a platform decides between; the last is that of all others.
 
     Raises:
@@ -87,7 +123,7 @@ def _chosen(operation: str, name: str | None, *arrays: Array | None) -> list[Bac
     if not named:
         known = ", ".join(map(repr, backend_names(operation)))
         raise ValueError(f"implementation={name!r} is not known; use None or one of {known}.")
-    defaults = [each for each in named if each.default is not None and each.default(*arrays)]
+    defaults = [each for each in named if each.default and each.default(each, *arrays)]
     for each in () if defaults else named:
         if reason := each.refusal(operation, *arrays):
             raise ValueError(f"implementation={name!r} {reason}; leave it out.")
@@ -133,11 +169,12 @@ def attention(
     table: Array | None = None,
     first_only: Array | None = None,
     implementation: str | None = None,
+    is_split: bool = False,
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
 
-    ``implementation`` names a back-end of ``BACKENDS``; None is the default of the device, the one
-    that measurements of ``benchmarks/kernels.py`` on the device show to be faster.
+    ``implementation`` names a back-end of ``BACKENDS``; None is the default of the device. With a
+    mesh, each device runs a kernel on its own heads if ``is_split``, else on all.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support these shapes or dtypes,
@@ -151,13 +188,21 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
-    chosen = _chosen("tree_attention", implementation, q, tree_k, cache_k, table)
-    options = dict(scale=scale, window=window, soft_cap=soft_cap)
-    forms = {
-        each.platform: functools.partial(each.load("tree_attention").tree_attention, **options)
-        for each in chosen
-    }
-    attend = _by_platform(forms)
+    chosen = backends_for("tree_attention", implementation, q, tree_k, cache_k, table)
+    attend = _by_platform(
+        {
+            each.platform: functools.partial(
+                each.load("tree_attention").tree_attention,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                **each.options,
+            )
+            for each in chosen
+        }
+    )
+    if any(each.refuses for each in chosen):  # XLA splits no kernel by itself.
+        attend = sharding.over_heads(attend, is_split=is_split)
     return attend(
         q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions, table, first_only
     )
@@ -209,7 +254,7 @@ def rejection_sampling(
         ``max_children`` is unknown, or ``sampling.names`` has a filter that no kernel has.
     """
     form = _form_of(draft, tree, rule, max_children)
-    (chosen,) = _chosen("rejection_sampling", implementation, logits, draft.logits)
+    (chosen,) = backends_for("rejection_sampling", implementation, logits, draft.logits)
     proposal = distributions.Proposal(
         draft.tokens,
         jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
@@ -226,8 +271,7 @@ def rejection_sampling(
     values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
     filters = distributions.Filters(temperature, **values, names=sampling.names)
     kernel = chosen.load("rejection_sampling").rejection_sampling
-    options = {"interpret": True} if chosen.interpreted else {}
-    return kernel(logits, filters, proposal, uniforms, uniform, form, **options)
+    return kernel(logits, filters, proposal, uniforms, uniform, form, **chosen.options)
 
 
 def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> distributions.Form:

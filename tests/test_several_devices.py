@@ -14,11 +14,11 @@ from tests import house, on_a_mesh, tiny
 LAYERS = on_a_mesh.STANDARD.num_layers
 
 
-def printed(cases: str) -> list[dict]:
-    """Return the output of tests/on_a_mesh.py on eight virtual devices."""
+def printed(*arguments: str, module: str = "tests.on_a_mesh") -> list[dict]:
+    """Return what a module prints on eight virtual devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.on_a_mesh", cases],
+        [sys.executable, "-m", module, *arguments],
         cwd=house.ROOT,
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -93,7 +93,6 @@ def test_more_devices_than_there_are_are_refused_before_anything_is_loaded():
     ("name", "value"),
     [
         ("deterministic", True),
-        ("attention_backend", "reference"),
         ("sampling_backend", "reference"),
     ],
 )

@@ -387,7 +387,7 @@ def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Param
 def _mesh_of(args: EngineArgs) -> Mesh | None:
     """Return the devices among which a target is split; None for one device."""
     if args.tensor_parallel_size > 1:
-        alone = {"deterministic": False, "attention_backend": "xla", "sampling_backend": "xla"}
+        alone = {"deterministic": False, "sampling_backend": "xla"}
         for name, value in alone.items():
             if getattr(args, name) not in (None, value):
                 raise ValueError(

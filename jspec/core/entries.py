@@ -90,6 +90,11 @@ class SlotEntry(Entry):
 
     has_pages = True
 
+    @property
+    def has_split_queries(self) -> bool:
+        """True if the devices of a mesh have some of the query heads each."""
+        return self.is_divided
+
     def of_nodes(self, batch: int, count: int) -> Self:
         """See ``Entry``: the nodes have slots too."""
 
@@ -101,8 +106,10 @@ class SlotEntry(Entry):
 
     def append(self, new: Self, commit: Commit) -> Self:
         """See ``Entry``; all R slots are written without pages, and the first ``count`` with."""
-        write = _write_slots if commit.table is None else _write_pages
-        return jax.tree.map(functools.partial(write, commit), self, new)
+        write = functools.partial(_write_slots, commit)
+        if commit.table is not None:
+            write = functools.partial(_write_pages, commit, is_divided=self.is_divided)
+        return jax.tree.map(write, self, new)
 
     def pool(
         self, num_pages: int, page_size: int, dtype: jnp.dtype | None, *, in_bits: bool
@@ -154,11 +161,21 @@ class LatentKV(SlotEntry):
     """The latents of one layer of latent attention, which serve as keys and values."""
 
     latent: Array  # [B, 1, S, D]
+    # See ``SlotEntry``; every device has the latents.
+    has_split_queries: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def empty(cls, batch: int, capacity: int, width: int, dtype: jnp.dtype) -> Self:
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        width: int,
+        dtype: jnp.dtype,
+        *,
+        has_split_queries: bool = False,
+    ) -> Self:
         """Return ``capacity`` empty slots per row, of ``width`` features."""
-        return cls(jnp.zeros((batch, 1, capacity, width), dtype))
+        return cls(jnp.zeros((batch, 1, capacity, width), dtype), has_split_queries)
 
     @property
     def k(self) -> Array:
@@ -173,7 +190,7 @@ class LatentKV(SlotEntry):
     def holding(self, k: Array, v: Array) -> Self:
         """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
         del v
-        return LatentKV(k.astype(dtype_of(self.latent)))
+        return self.replace(latent=k.astype(dtype_of(self.latent)))
 
 
 @struct.dataclass
@@ -217,24 +234,23 @@ def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:
     return write(buffer, fresh, commit.path, commit.start(buffer.shape[2]))
 
 
-def _write_pages(commit: Commit, pool: Array, fresh: Array) -> Array:
+def _write_pages(commit: Commit, pool: Array, fresh: Array, *, is_divided: bool) -> Array:
     """Write the committed slots of ``fresh`` [B, H, N, D]: one scatter of [D] windows.
 
-    The head's index is spelled out. As a window over all heads, XLA for TPU would copy the pool.
+    The head's index is spelled out. As a window or a batch of heads, XLA for TPU would copy the
+    pool. XLA cannot split such a scatter without an exchange, so each device writes its own heads.
     """
-    (num_pages, heads, page, _), steps, slots = pool.shape, commit.steps, commit.slots
+    (num_pages, _, page, _), steps, slots = pool.shape, commit.steps, commit.slots
     ids = jnp.take_along_axis(commit.table, slots // page, 1, mode="clip")
     ids = jnp.where(steps < commit.count[:, None], ids, num_pages)  # beyond it: dropped
     fresh = fresh.astype(dtype_of(pool))
     if fresh.dtype != pool.dtype:
         fresh = lax.bitcast_convert_type(fresh, pool.dtype)
     fresh = jnp.take_along_axis(fresh, commit.path[:, None, :, None], NODE_AXIS)
-    if sharding.num_shards() == 1:
-        index = ids[:, None], jnp.arange(heads)[:, None], (slots % page)[:, None]
+
+    def write(pool: Array, fresh: Array, ids: Array, slots: Array) -> Array:
+        index = ids[:, None], jnp.arange(pool.shape[1])[:, None], slots[:, None]
         return pool.at[index].set(fresh, mode="drop")
 
-    @functools.partial(jax.vmap, in_axes=1, out_axes=1)
-    def write(pool: Array, fresh: Array) -> Array:
-        return pool.at[ids, slots % page].set(fresh, mode="drop")
-
-    return write(pool, fresh)  # The heads are a batch, which devices split without an exchange.
+    write = sharding.over_heads(write, is_split=is_divided)
+    return write(pool, fresh, ids, slots % page)

@@ -58,8 +58,7 @@ def split(config: DecoderConfig, ways: int) -> DecoderConfig:
         )
         for layer in config.layers
     )
-    # Kernels take whole arrays.
-    return dataclasses.replace(config, layers=layers, attention=config.attention or "xla")
+    return dataclasses.replace(config, layers=layers)
 
 
 def by_experts(config: DecoderConfig) -> DecoderConfig:

@@ -50,6 +50,28 @@ def _placed(tree: Any, spec: PartitionSpec) -> Any:
     return jax.tree.map(put, tree)
 
 
+def over_heads(function: Callable[..., jax.Array], *, is_split: bool) -> Callable[..., jax.Array]:
+    """Return a function of arrays that runs on every device, on the device's own heads.
+
+    Arrays [B, H, N, D] are split by heads, if devices get equally many, and the result is split
+    like the first of them. Others are whole, and all if not ``is_split``. None is no array.
+    """
+    shards = num_shards()
+    if shards == 1:
+        return function
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        has_parts = is_split and x.ndim == 4 and x.shape[1] % shards == 0
+        return PartitionSpec(None, TENSOR) if has_parts else PartitionSpec()
+
+    def run(*arrays: jax.Array | None) -> jax.Array:
+        specs = jax.tree.map(spec, arrays)
+        each = jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
+        return each(*arrays)
+
+    return run
+
+
 def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -> Any:
     """Run ``function`` on every device, and return the sum of the results.
 

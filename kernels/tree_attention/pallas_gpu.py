@@ -32,7 +32,6 @@ PAGE_MULTIPLE = 64  # a block of the cache lies in one page
 FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # sizes of a head: depth of wgmma, limit of shared memory
 MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
-FASTER_NODES = 64  # at most: on an H200, 3.1 to 7.8 times XLA's speed (accelerator_check_h200.json)
 LOG2_E = math.log2(math.e)
 # JAX 0.10 needs an index argument even for an indexed reference; 0.12 takes none.
 NO_INDEX = {"idx": None} if jax.__version_info__ < (0, 11) else {}
@@ -68,17 +67,6 @@ def refusal(
     if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
         return wrong
     return layout.refusal(tree_k, cache_k, ("bfloat16",))
-
-
-def is_faster(q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None) -> bool:
-    """Return whether the kernel beat XLA in such a case, on an H200.
-
-    Pages, more nodes and several devices were not measured. XLA cannot shard the
-    kernel.
-    """
-    if jax.default_backend() != "gpu" or jax.device_count() > 1 or table is not None:
-        return False
-    return q.shape[2] <= FASTER_NODES and refusal(q, tree_k, cache_k) is None
 
 
 def wrong_device(device: jax.Device) -> str | None:

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-import re
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
-from jax.sharding import SingleDeviceSharding
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jspec.core import entries
 from jspec.core.types import Params
 from jspec.drafters import Eagle
 from jspec.drafters.none import NoDrafter
@@ -18,9 +19,10 @@ from jspec.engine import pages, slots
 from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
-from jspec.models import decoder
+from jspec.models import decoder, layouts, partition
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
+from jspec.sharding import mesh as mesh_lib
 from tests import networks
 from tests.aot.programs import ACCELERATOR, PLATFORMS
 
@@ -86,7 +88,7 @@ class Cell:
     sampled: bool = False
     tp: int = 1
     attention: str = "xla"  # or "kernel", the Pallas kernel of the device
-    layouts: bool = False  # weights in the layouts of ``LAYOUTS``, not in the default ones
+    layouts: bool = False  # weights in the layouts of ``models.layouts``, not in the default ones
 
     @property
     def name(self) -> str:
@@ -103,47 +105,110 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
-# Order of axes, major first, and tiling of the matrices whose path has a pattern; the first that
-# fits counts. These are the layouts that the compilers choose inside the loop.
-LAYOUTS: dict[str, tuple[tuple[str, tuple[int, int], tuple[tuple[int, int], ...]], ...]] = {
-    "v5e": ((r"\.qkv$", (1, 0), ((8, 128), (2, 1))),),
-    "v6e": ((r"\.qkv$", (1, 0), ((8, 128), (2, 1))),),
-    "tpu7x": (
-        (r"\.qkv$", (1, 0), ((16, 128), (2, 1))),
-        (r"embedding$", (0, 1), ((8, 128), (2, 1))),
-        (r"", (0, 1), ((16, 128), (2, 1))),
+_8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
+
+
+def _cells(device: str, *changes: dict[str, Any]) -> tuple[Cell, ...]:
+    """Return cells of a device, each a change of ``_8B``."""
+    return tuple(dataclasses.replace(_8B, device=device, **change) for change in changes)
+
+
+_XLA, _PLAIN, _ONE = {"attention": "xla"}, {"nodes": 1}, {"batch": 1}
+_LONG, _LAID, _70B = {"batch": 32, "context": 8192}, {"layouts": True}, {"model": "llama-70b"}
+TABLE = (
+    *_cells(
+        "v6e",
+        _ONE | _PLAIN | _XLA,
+        _ONE | _PLAIN,
+        _ONE | _XLA,
+        _ONE,
+        _PLAIN | _XLA,
+        _PLAIN,
+        _XLA,
+        {},
+        _LAID,
+        _LONG | _LAID,
+        {"nodes": 16} | _LAID,
+        {"sampled": True} | _LAID,
+        *({"tp": tp} | _LAID for tp in (4, 8)),
+        *(_70B | {"tp": tp} | _LAID for tp in (4, 8)),
     ),
-}
+    *_cells("v5e", _XLA, {}, *({"tp": tp} | _LAID for tp in (4, 8)), _70B | _LAID | {"tp": 8}),
+    *_cells("tpu7x", _XLA | _LAID, {}, _LAID, *(_70B | {"tp": tp} | _LAID for tp in (4, 8))),
+    *_cells(
+        "h200",
+        _ONE | _PLAIN | _XLA,
+        _ONE | _PLAIN,
+        _ONE | _XLA,
+        _ONE,
+        _PLAIN | _XLA,
+        _PLAIN,
+        _XLA,
+        {},
+        _LONG | _XLA,
+        _LONG,
+        {"nodes": 16},
+        {"sampled": True},
+        {"model": "gemma-27b", "context": 8192},
+        _70B,
+        *({"tp": tp} for tp in (4, 8)),
+        *(_70B | {"tp": tp} for tp in (4, 8)),
+    ),
+)
 
 
-def placing(device: str, target: Any, *, layouts: bool) -> Callable:
-    """Return a function that puts abstract arrays on ``target``, a described device."""
-    sharding = SingleDeviceSharding(target)
+class Placing:
+    """Puts abstract arrays on described devices, weights in their layouts if ``layouts``."""
 
-    def put(tree: Any, *, weights: bool = False) -> Any:
+    def __init__(self, devices: list, *, layouts: bool):
+        self.mesh = mesh_lib.make(len(devices), devices)
+        self._kind = devices[0].device_kind if layouts else ""
+        self._whole = SingleDeviceSharding(devices[0])
+        if self.mesh is not None:
+            self._whole = NamedSharding(self.mesh, PartitionSpec())
+
+    def whole(self, tree: Any) -> Any:
+        """Put arrays on every device."""
+        return jax.tree.map(lambda leaf: _on(leaf, self._whole), tree)
+
+    def state(self, tree: Any) -> Any:
+        """Put a state or pools on the devices, the entries of the target by heads."""
+        if self.mesh is None:
+            return self.whole(tree)
+        with mesh_lib.on(self.mesh):
+            return entries.settled(tree)
+
+    def weights(self, params: Params, network: decoder.DecoderConfig) -> Params:
+        """Put the target's weights on the devices in parts, and the drafter's on every one."""
+        rules = {}
+        if self.mesh is not None:
+            rules = partition.rules(network, mesh_lib.size_of(self.mesh))
+
         def one(path, leaf):
-            place, name = sharding, jax.tree_util.keystr(path)
-            if weights and layouts and leaf.ndim == 2:
-                for pattern, order, tiling in LAYOUTS.get(device, ()):
-                    if re.search(pattern, name):
-                        place = Format(Layout(order, tiling), sharding)
-                        break
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            keys = tuple(getattr(key, "name", getattr(key, "idx", None)) for key in path)
+            place = self._whole
+            if keys[0] == "target" and keys[1:] in rules:
+                place = NamedSharding(self.mesh, rules[keys[1:]].spec)
+            layout = layouts.of(self._kind, keys) if leaf.ndim == 2 else None
+            return _on(leaf, place if layout is None else Format(layout, place))
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+        return jax.tree_util.tree_map_with_path(one, params)
 
-    return put
+
+def _on(leaf: Any, place: Sharding | Format) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 class Traced(NamedTuple):
     """A traced launch, and what a round has to read."""
 
     launch: jax.stages.Traced
-    minimum: int  # bytes: weights once in each pass that needs them, live keys and values once
-    weights: int  # bytes of target and drafter
-    pools: int  # bytes of the pages of all rows
+    # Bytes on one device: weights once in each pass that needs them, live keys and values once.
+    minimum: int
+    weights: int  # bytes of target and drafter on one device
+    pools: int  # bytes of the pages of all rows on one device
     weight_shapes: frozenset[tuple[int, ...]]  # matrices on one device
-    cache_shapes: tuple[tuple[int, ...], ...]  # pools
+    cache_shapes: tuple[tuple[int, ...], ...]  # pools on one device
 
 
 def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Plan:
@@ -151,7 +216,7 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
     attention = KERNELS[platform] if cell.attention == "kernel" else "xla"
     network = MODELS[cell.model].network(num_layers, windowed=windowed)
     network = dataclasses.replace(network, attention=attention)
-    target = decoder.Decoder(network)
+    target = decoder.Decoder(partition.split(network, cell.tp))
     drafter = NoDrafter()
     if cell.nodes > 1:
         block = dict(num_layers=1, windows=(), vocab_size=DRAFT_VOCABULARY, tie_embeddings=False)
@@ -167,8 +232,10 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
     return Plan(target, drafter, packed=True, platform=PLATFORMS[platform])
 
 
-def trace(cell: Cell, platform: str, num_layers: int, put: Callable, *, windowed: bool) -> Traced:
-    """Trace a launch of a cell; ``put`` places abstract arrays, weights apart from others."""
+def trace(
+    cell: Cell, platform: str, num_layers: int, placing: Placing, *, windowed: bool
+) -> Traced:
+    """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, windowed=windowed)
     params = jax.eval_shape(functools.partial(_params, plan))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
@@ -182,25 +249,28 @@ def trace(cell: Cell, platform: str, num_layers: int, put: Callable, *, windowed
     hidden = windowed and cell.attention == "kernel"
     pools = pool(cell.num_pages(MODELS[cell.model].window if hidden else None))
     table = jax.ShapeDtypeStruct((cell.batch, MAX_MODEL_LEN // pages.PAGE_SIZE), jnp.int32)
-    traced = launch.trace(
-        plan,
-        profile,
-        put(params, weights=True),
-        put(request),
-        put(jax.eval_shape(functools.partial(init_shared, plan))),
-        put(state.replace(pools=pools)),
-        put(jax.ShapeDtypeStruct((), jnp.int32)),
-        put(jax.ShapeDtypeStruct((cell.batch,), bool)),
-        put(table),
-    )
+    params = placing.weights(params, plan.target.config)
+    pools = placing.state(pools)
+    with mesh_lib.on(placing.mesh):
+        traced = launch.trace(
+            plan,
+            profile,
+            params,
+            placing.whole(request),
+            placing.whole(jax.eval_shape(functools.partial(init_shared, plan))),
+            placing.state(state).replace(pools=pools),
+            placing.whole(jax.ShapeDtypeStruct((), jnp.int32)),
+            placing.whole(jax.ShapeDtypeStruct((cell.batch,), bool)),
+            placing.whole(table),
+        )
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
     return Traced(
         traced,
         minimum=_minimum(cell, plan, params),
         weights=_bytes(params),
-        pools=_bytes(pool(cell.num_pages())),
-        weight_shapes=frozenset(leaf.shape for leaf in matrices),
-        cache_shapes=tuple({leaf.shape: None for leaf in jax.tree.leaves(pools)}),
+        pools=_bytes(placing.state(pool(cell.num_pages()))),
+        weight_shapes=frozenset(map(_part, matrices)),
+        cache_shapes=tuple({_part(leaf): None for leaf in jax.tree.leaves(pools)}),
     )
 
 
@@ -213,7 +283,7 @@ def _params(plan: Plan) -> Params:
 
 
 def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
-    """Return the bytes that a round has to read.
+    """Return the bytes that each device has to read in a round.
 
     A step of the drafter needs the output of the one before, so each reads its block and its
     output matrix. ``fc`` and the embedding's few rows are read once.
@@ -221,7 +291,7 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
     target, drafter = params.target, params.drafter
     network = plan.target.config
     embedding = 0 if network.tie_embeddings else _bytes(target.embedding)
-    total = _bytes(target) - embedding + sum(map(_live(cell), network.layers))
+    total = _bytes(target) - embedding + sum(map(_live(cell), network.layers)) // cell.tp
     if drafter is not None:
         fc = _bytes(drafter.fc)
         step = _bytes(drafter) - fc + sum(map(_live(cell), plan.drafter.config.network.layers))
@@ -240,5 +310,13 @@ def _live(cell: Cell) -> Callable[[decoder.Layer], int]:
     return live
 
 
+def _part(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of an array's part on a device."""
+    place = leaf.sharding.sharding if isinstance(leaf.sharding, Format) else leaf.sharding
+    return leaf.shape if place is None else place.shard_shape(leaf.shape)
+
+
 def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Return the bytes of arrays on a device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(_part(leaf)) * leaf.dtype.itemsize for leaf in leaves)

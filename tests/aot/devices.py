@@ -21,31 +21,37 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of chip, in a grid of four chips."""
+    """A kind of chip, in grids of four chips and of eight devices."""
 
     platform: str
     chip_grid: str
+    grid_of_eight: str
 
     def describe(self, chips: int) -> list:
         """Return descriptions of the devices of ``chips`` chips (two per tpu7x chip)."""
+        devices = self._devices(self.chip_grid)
+        return devices[: chips * len(devices) // 4]
+
+    def first(self, count: int) -> list:
+        """Return descriptions of up to eight devices."""
+        return self._devices(self.grid_of_eight if count > 4 else self.chip_grid)[:count]
+
+    def _devices(self, grid: str) -> list:
         from jax.experimental import topologies
 
+        options = {"topology_name": grid}
         if self.platform == "cuda":
             config = Path(__file__).with_name("h200.textproto").read_text()
-            grid = topologies.get_topology_desc(
-                platform="cuda", target_config=config, topology=self.chip_grid
-            )
-        else:
-            grid = topologies.get_topology_desc(platform="tpu", topology_name=self.chip_grid)
-        return grid.devices[: chips * len(grid.devices) // 4]
+            options = {"target_config": config, "topology": grid}
+        return topologies.get_topology_desc(platform=self.platform, **options).devices
 
 
 DEVICES = {
-    "v5e": Device("tpu", "v5e:2x2"),
-    "v5p": Device("tpu", "v5p:2x2x1"),
-    "v6e": Device("tpu", "v6e:2x2"),
-    "tpu7x": Device("tpu", "tpu7x:2x2x1"),
-    "h200": Device("cuda", "1x1x4"),
+    "v5e": Device("tpu", "v5e:2x2", "v5e:2x4"),
+    "v5p": Device("tpu", "v5p:2x2x1", "v5p:2x2x2"),
+    "v6e": Device("tpu", "v6e:2x2", "v6e:2x4"),
+    "tpu7x": Device("tpu", "tpu7x:2x2x1", "tpu7x:2x2x1"),
+    "h200": Device("cuda", "1x1x4", "1x1x8"),
 }
 
 

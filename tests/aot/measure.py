@@ -69,14 +69,14 @@ def extrapolated(
 def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
     """Compile a cell with ``depth`` layers, all with the model's window or none."""
     device = DEVICES[cell.device]
-    put = cells.placing(cell.device, device.describe(1)[0], layouts=cell.layouts)
+    placing = cells.Placing(device.first(cell.tp), layouts=cell.layouts)
     begun = time.process_time()
-    traced = cells.trace(cell, device.platform, depth, put, windowed=windowed)
+    traced = cells.trace(cell, device.platform, depth, placing, windowed=windowed)
     program = traced.launch.lower(lowering_platforms=(device.platform,)).compile()
     seconds, model = time.process_time() - begun, MODELS[cell.model]
     sizes = model.sizes
     caches = traffic.Caches(
-        (sizes["num_kv_heads"], PAGE_SIZE, sizes["head_dim"]),
+        (max(1, sizes["num_kv_heads"] // cell.tp), PAGE_SIZE, sizes["head_dim"]),
         rows=cell.batch,
         context=cell.context,
         window=model.window if windowed else None,

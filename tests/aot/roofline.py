@@ -7,15 +7,13 @@ better; ``--write`` renews them there and in docs/tpu_and_gpu.md. Exits with 1 i
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from tests.aot.cells import MODELS, Cell
+from tests.aot.cells import TABLE
 from tests.aot.devices import DEVICES, lines_of
 
 PATH = Path(__file__).with_name("roofline.json")
@@ -39,20 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.aot.roofline", description=__doc__.partition("\n\n")[2]
     )
-    grid = [
-        ("device", str, ("v6e", "h200"), tuple(DEVICES)),
-        ("model", str, ("llama-8b",), tuple(MODELS)),
-        ("batch", int, (1, 8), (1, 8, 32)),
-        ("context", int, (2048,), (2048, 8192)),
-        ("nodes", int, (1, 5), (1, 5, 16)),
-        ("attention", str, ("xla",), ("xla", "kernel")),
-        ("tp", int, (1,), (1,)),  # more with partition rules
-    ]
-    for name, kind, default, choices in grid:
-        parser.add_argument(f"--{name}", nargs="+", type=kind, default=default, choices=choices)
-    parser.add_argument("--sampled", action="store_true", help="all settings that are numbers")
-    parser.add_argument("--layouts", action="store_true", help="weights as the loop reads them")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per cell")
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
+    parser.add_argument("--only", default="", help="cells whose name has these words")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds per cell")
     parser.add_argument("--write", action="store_true", help="write the figures into the table")
     arguments = parser.parse_args()
     table, failures = load(), []
@@ -60,7 +47,8 @@ def main() -> int:
         print(f"The table is of JAX {table['jax']}, not {jax.__version__}: nothing is compared.")
         table = {"jax": jax.__version__, "devices": {}}
     is_new = arguments.write or not table["devices"]
-    for cell in _cells(arguments, [name for name, *_ in grid]):
+    chosen = [cell for cell in TABLE if cell.device in arguments.devices]
+    for cell in (cell for cell in chosen if arguments.only in cell.name):
         device, fields = cell.device, json.dumps(dataclasses.asdict(cell))
         for line in lines_of("tests.aot.measure", fields, timeout=arguments.timeout):
             rows = table["devices"].setdefault(device, {})
@@ -76,13 +64,6 @@ def main() -> int:
             save(table)
     print(*failures, sep="\n", file=sys.stderr)
     return 1 if failures else 0
-
-
-def _cells(arguments: argparse.Namespace, names: list[str]) -> Iterator[Cell]:
-    """Yield the cells of the lists of ``arguments`` by ``names``."""
-    for values in itertools.product(*(getattr(arguments, name) for name in names)):
-        fields = dict(zip(names, values, strict=True))
-        yield Cell(**fields, sampled=arguments.sampled, layouts=arguments.layouts)
 
 
 def load() -> dict:

@@ -29,7 +29,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN' must be one of 'pallas_gpu', 'xla', '"),
+        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN' must be one of 'pallas_gpu', 'pallas_"),
         ({"attention_backend": "pallas_gpu"}, "'pallas_gpu' runs on an NVIDIA GPU alone, and JAX'"),
         ({"attention_backend": "pallas_tpu"}, "='pallas_tpu' runs on a TPU alone, and JAX's devic"),
         ({"sampling_backend": "pallas_tpu"}, "sampling_backend='pallas_tpu' runs on a TPU alone, "),

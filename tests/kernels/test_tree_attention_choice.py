@@ -102,12 +102,14 @@ def test_the_gpu_kernel_is_for_hopper():
         ({"nodes": 64, "keys": 64}, None, 1, "9.0", True),
         ({"nodes": 65, "keys": 65}, None, 1, "9.0", False),
         ({"dtype": np.float32}, None, 1, "9.0", False),
-        ({}, 64, 1, "9.0", False),
+        ({}, 64, 1, "9.0", True),
+        ({}, 64, 2, "9.0", True),
+        ({}, 32, 1, "9.0", False),
         ({}, None, 2, "9.0", False),
         ({}, None, 1, "8.0", False),
     ],
 )
-def test_the_gpu_kernel_is_the_default_where_it_was_measured_faster(
+def test_the_gpu_kernel_is_the_default_where_figures_speak_for_it(
     changes, page, devices, capability, is_default, monkeypatch
 ):
     sizes = dict(heads=4, kv_heads=2, dim=64, nodes=5, keys=5, slots=128, dtype=ml_dtypes.bfloat16)
@@ -124,6 +126,33 @@ def test_the_gpu_kernel_is_the_default_where_it_was_measured_faster(
     for platform in ("cuda", "cpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("mosaic_gpu" in text) == (is_default and platform == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "page", "kind", "is_default"),
+    [
+        ({}, 64, "TPU v6 lite", True),
+        ({"nodes": 512, "keys": 512}, 16, "TPU7x", True),
+        ({"nodes": 1025, "keys": 1025}, 64, "TPU7x", False),
+        ({"dtype": np.float32}, 64, "TPU v6 lite", False),
+        ({}, None, "TPU v6 lite", False),
+        ({}, 64, "TPU v4", False),
+    ],
+)
+def test_the_tpu_kernel_is_the_default_over_pages_where_compiled_bytes_speak_for_it(
+    changes, page, kind, is_default, monkeypatch
+):
+    sizes = dict(heads=4, kv_heads=2, dim=64, nodes=5, keys=5, slots=128, dtype=ml_dtypes.bfloat16)
+    arrays, table = random_case(**sizes | changes, lengths=[0, 5])[0], None
+    if page is not None:
+        arrays, table = in_pages(arrays, page)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    arguments = arrays["q"], arrays["tree_k"], arrays["cache_k"], table
+    for name, runs in ((None, is_default), ("xla", False)):
+        chosen = [each.name for each in ops.backends_for("tree_attention", name, *arguments)]
+        assert ("pallas_tpu" in chosen) == runs
+        assert chosen[-1] == "xla"
 
 
 @pytest.mark.parametrize("name", CUDA_OR_TPU)

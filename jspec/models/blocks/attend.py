@@ -71,6 +71,7 @@ def attention_over(
             positions=rows_at(positions, queried),
             first_only=None if packing is None else packing.first_only,
             implementation=implementation,
+            is_split=entry.has_split_queries,
         )
         return mixed if packing is None else _by_tokens(packing.pack, mixed)
 
@@ -125,6 +126,7 @@ def attention_beside(
             window=window,
             positions=positions,
             implementation=implementation,
+            is_split=entry.has_split_queries,
         )
 
     return attend, side

@@ -47,6 +47,7 @@ class LatentAttention(Mixer):
     rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
     interleaved: bool = True  # the rotation pairs features 2j and 2j + 1 in the checkpoint
     mscale: float = 0.0  # YaRN's ``mscale_all_dim``, which scales the scores; 0 for none
+    is_split: bool = False  # whether the devices of a mesh have some of the heads each
 
     title = "latent attention"
     window = None
@@ -137,12 +138,11 @@ class LatentAttention(Mixer):
 
     def split(self, ways: int) -> "LatentAttention":
         """See ``Mixer``: every head has columns of its own, and all devices have the latents."""
-        del ways
-        return self
+        return dataclasses.replace(self, is_split=ways > 1)
 
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentKV:
         """See ``Mixer``."""
-        return LatentKV.empty(batch, capacity, self.width, dtype)
+        return LatentKV.empty(batch, capacity, self.width, dtype, has_split_queries=self.is_split)
 
     def mix(
         self,

@@ -219,6 +219,7 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
             window=window,
             positions=positions,
             implementation=config.network.attention,
+            is_split=entry.has_split_queries,
         )
 
     return attend
