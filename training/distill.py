@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jspec.checkpoints import checkpoint, loading
 from jspec.checkpoints.loading import LoadedModel
-from jspec.core.weights import as_arrays
+from jspec.models.decoder import Decoder
 from training import trainer
 from training.data import report
 from training.data.loader import batches, held_out
 from training.data.settings import Data, open_data
+from training.networks.target import in_order, load, split
 from training.tasks.acceptance import acceptance_meter
 from training.tasks.method import DistillSettings, Method
 from training.util.command import end, run_command
@@ -76,19 +78,24 @@ def run(
     Raises:
       Stopped: a signal ended the run, which is saved.
     """
-    target, data = _open(settings)
-    build = method.build(settings, target, data)
-    data, measure = build.data or data, None
+    mesh = trainer.start(settings.trainer)
+    target, data = _open(settings, mesh)
+    build = trainer.together(lambda: method.build(settings, target, data))
+    data, measure, ways = build.data or data, None, settings.trainer.tensor
     if settings.measures:
-        ends = loading.text_ends(target)
         meter = acceptance_meter(
-            settings.acceptance, target.target, build.drafter, data.held_out, ends
+            settings.acceptance,
+            Decoder(split(target.config, ways)),
+            build.drafter,
+            data.held_out,
+            loading.text_ends(target),
+            mesh,
         )
         measure = lambda params: meter(*build.weights_of(params))
     criterion, idle = _criterion(settings, data), settings.idle().get("recipe", ())
     sources = {
         "data": f"sha256 {data.description['sha256'][:16]}",
-        "target": weights_digest(target.params),
+        "target": weights_digest(in_order(target.params, target.config, ways)),
     }
     optimiser, apart = settings.trainer, ()
     if data.held_out is not None:
@@ -128,13 +135,17 @@ def run(
     return result
 
 
-def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
-    """Load the target and its data."""
-    _check_length(settings, loading.sizes(settings.target).max_positions)
-    trainer.start_processes(settings.trainer)
-    target = loading.load(settings.target, settings.weights_dtype)
-    # Many rows at a time gain nothing, and ``training.networks.linear`` takes arrays.
-    target = dataclasses.replace(target, params=as_arrays(target.params))
+def _open(settings: DistillSettings, mesh: Mesh) -> tuple[LoadedModel, Data]:
+    """Load the target onto a mesh of this process, and the data."""
+
+    def check() -> str:
+        sizes = loading.sizes(settings.target)
+        _check_length(settings, sizes.max_positions)
+        split(sizes, settings.trainer.tensor)
+        return f"{sizes.num_layers} layers of {sizes.hidden_size}, {settings.weights_dtype}"
+
+    trainer.check_agreed({"target": trainer.together(check)})
+    target = trainer.together(lambda: load(settings.target, settings.weights_dtype, mesh))
     return target, trainer.first_process_first(
         lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
     )

@@ -151,7 +151,7 @@ def run(
     Raises:
       Stopped: a signal ended the run, which is saved.
     """
-    trainer.start_processes(settings.trainer)
+    trainer.start(settings.trainer)
     text, optimiser = settings.text, settings.trainer
     task = LanguageModel(settings.model.config(), optimiser.compute, text.context, optimiser.remat)
     corpus = trainer.first_process_first(lambda: open_corpus(settings))

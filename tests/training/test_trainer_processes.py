@@ -192,8 +192,6 @@ def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_
     ours, theirs = (np.array(losses(folder))[:12] for folder in (out, uninterrupted))
     assert ours[:, 0].tolist() == list(range(1, 13))
     np.testing.assert_allclose(ours[:, 1], theirs[:, 1], rtol=2e-3)  # bfloat16 factors
-    with pytest.raises(ValueError, match=r"--num-processes 1 \(was 2\)"):
-        toy.run(out)
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine.functional import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
+from jspec.sharding import mesh as mesh_lib
 from training.data.loader import Rows
 from training.trainer import gather
 from training.util.errors import bad_option, check_least
@@ -40,6 +42,7 @@ def acceptance_meter(
     drafter: Drafter,
     rows: Rows,
     stop_token_ids: Sequence[int],
+    mesh: Mesh | None = None,
 ) -> Callable[[Any, Any], dict[str, float]]:
     """Return a function from weights of target and drafter to acceptance lengths.
 
@@ -50,7 +53,8 @@ def acceptance_meter(
     text of the last temperature: a target that loops flatters every drafter.
 
     The held-out windows ``rows`` provide the prompts. ``stop_token_ids`` end a text, as when it is
-    served. ``drafter`` drafts ``settings.num_speculative_tokens`` tokens.
+    served. ``drafter`` drafts ``settings.num_speculative_tokens`` tokens. ``mesh`` has the devices
+    of the target's weights; each of them gets the drafter. None for one device.
     """
     plan = Plan(target, drafter)
     room = target.max_positions - settings.max_new_tokens
@@ -72,8 +76,11 @@ def acceptance_meter(
     ]
 
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
-        params = Params(target_params, gather(drafter_params))
-        answers = generate_sequences(plan, params, requests)
+        drafter_params = gather(drafter_params)
+        if mesh is not None:
+            drafter_params = mesh_lib.placed(drafter_params, mesh)
+        with mesh_lib.on(mesh):
+            answers = generate_sequences(plan, Params(target_params, drafter_params), requests)
         lengths = {}
         for index, temperature in enumerate(settings.temperatures):
             group = answers[index * len(prompts) :][: len(prompts)]

@@ -33,6 +33,7 @@ from training.losses.guesses import Rows, judge
 from training.losses.slots import SlotRecipe, attend_to, choose
 from training.networks.forward import Frozen, head_of, packed_states
 from training.networks.linear import LINEARS
+from training.networks.target import in_order, split
 from training.tasks import method
 from training.trainer import TrainerSettings
 from training.trainer.task import Metrics
@@ -279,7 +280,8 @@ def initial_model(
         cache_dtype="float32",
         activation_dtype="float32",
     )
-    params = target.params.replace(layers=tuple(target.params.layers[layer] for layer in picked))
+    params = in_order(target.params, target.config, settings.trainer.tensor)
+    params = params.replace(layers=tuple(params.layers[layer] for layer in picked))
     return config, params, checkpoint.hf_config(config)
 
 
@@ -287,7 +289,8 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start, raw = initial_model(settings, target)
     depth, parallel, trainer = settings.depth, settings.parallel, settings.trainer
-    task = DraftTask(config, target.config, settings.recipe, trainer.compute, trainer.remat)
+    sizes = split(target.config, trainer.tensor)
+    task = DraftTask(config, sizes, settings.recipe, trainer.compute, trainer.remat)
     drafter, identity = DraftModel(config, depth, vocab_size=target.config.vocab_size), {}
     if parallel.parallel:
         mask = _mask(settings, data, config, raw)

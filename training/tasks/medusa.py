@@ -142,6 +142,9 @@ class Settings(method.DistillSettings):
         super().__post_init__()
         if self.joint and self.target_dtype == "bfloat16":
             raise bad_option("target_dtype", "bfloat16", "a target that is trained needs float32")
+        if self.joint and self.trainer.tensor > 1:
+            remedy = "it splits a frozen target, and --joint trains it; take --fsdp"
+            raise bad_option("tensor", self.trainer.tensor, remedy)
         if self.format == "medusa" and self.head.draft_vocab_size:
             remedy = "the authors' layout has no reduced vocabulary; take --format medusa-vllm"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)

@@ -22,6 +22,7 @@ from training.data.settings import Data, DataSettings
 from training.export import check, layout_of
 from training.losses.slots import SlotRecipe
 from training.networks.forward import Frozen, head_of
+from training.networks.target import split
 from training.tasks.acceptance import AcceptanceSettings
 from training.trainer import TrainerSettings
 from training.trainer.task import Task
@@ -227,9 +228,8 @@ def head_build(
     run gets the recipe, and the head under ``name``.
     """
     target_name, trainer = settings.target_name or settings.target, settings.trainer
-    made = task(
-        config, target.config, settings.recipe, compute=trainer.compute, remat=trainer.remat
-    )
+    sizes = split(target.config, trainer.tensor)
+    made = task(config, sizes, settings.recipe, compute=trainer.compute, remat=trainer.remat)
     check(config, target.config, format, target_name)
     reduced = {} if vocabulary is None else {"draft_to_target": vocabulary}
     finished = finished or (lambda params: params.replace(**reduced))

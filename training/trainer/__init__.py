@@ -5,17 +5,19 @@
 """
 
 from training.trainer.loop import Result, check_stopped, train
-from training.trainer.mesh import first_process_first, gather, start_processes
+from training.trainer.mesh import check_agreed, first_process_first, gather, start, together
 from training.trainer.settings import TrainerSettings
 from training.util.progress import run_progress as progress
 
 __all__ = [
     "Result",
     "TrainerSettings",
+    "check_agreed",
     "check_stopped",
     "first_process_first",
     "gather",
     "progress",
-    "start_processes",
+    "start",
+    "together",
     "train",
 ]

@@ -101,14 +101,24 @@ class Checkpoints:
     def restore(self, layout: TrainState, batches: grain.DatasetIterator) -> TrainState:
         """Return the newest state, in the shapes, dtypes and shardings of ``layout``.
 
-        ``batches`` is set to its position. The mesh may differ from the one that saved.
+        ``batches`` is set to its position. The mesh and the processes may differ from those that
+        saved.
         """
-        position, step = grain.checkpoint.CheckpointRestore(batches), self.latest
-        state, record = self._state(step, layout, batches=position)
+        step = self.latest
+        state, record = self._state(step, layout)
+        self._move(batches, step)
         digest = record.pop(_DIGESTS, {}).get("record")
         if digest not in (None, _record_digest(record, batches)):
             raise self._damaged(step, "its record or its position in the data has changed")
         return state
+
+    def _move(self, batches: grain.DatasetIterator, step: int) -> None:
+        """Set the position in the data, which all processes share: each counts batches."""
+        try:
+            (file,) = (self._directory / str(step) / "batches").glob("process_0-of-*.json")
+            batches.set_state(json.loads(file.read_bytes()))
+        except Exception as error:  # many kinds, from several libraries
+            raise self._damaged(step, f"its position in the data: {error}") from error
 
     def restore_best(self, layout: TrainState) -> TrainState:
         """Return the best state; see ``restore``."""
@@ -120,13 +130,12 @@ class Checkpoints:
         record.pop(_DIGESTS, None)
         return record
 
-    def _state(self, step: int, layout: TrainState, **more: Any) -> tuple[TrainState, dict]:
-        """Return state and record of a checkpoint, and read ``more`` parts of it."""
+    def _state(self, step: int, layout: TrainState) -> tuple[TrainState, dict]:
+        """Return state and record of a checkpoint."""
         read = self._read(
             step,
             state=ocp.args.StandardRestore(to_stored(layout)),
             record=ocp.args.JsonRestore(),
-            **more,
         )
         # Earlier versions recorded no digests.
         digest = read["record"].get(_DIGESTS, {}).get("state")

@@ -83,16 +83,22 @@ def train(
       TrainingError: a value is not finite, or data or memory ran out.
     """
     mesh, out, run = meshes.make_mesh(settings), Path(out), None
-    known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
+    known = settings.identity() | dict(identity or {})
+    meshes.check_agreed(known)
     with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
-            stack.enter_context(alone(out, folder=True))
-            drop_unfinished(out / "checkpoints")
-        meshes.wait_for_all("unfinished checkpoints")
+
+        def lock() -> None:
+            if jax.process_index() == 0:
+                stack.enter_context(alone(out, folder=True))
+                drop_unfinished(out / "checkpoints")
+
+        meshes.together(lock)
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
         if checkpoints.latest is not None:
             before = EARLIER | checkpoints.record()["identity"]
-            _check_same_run(before, known, out, {*settings.idle(), *passed_over(before)})
+            # Runs of earlier versions recorded the number of processes.
+            ignored = {*settings.idle(), *passed_over(before), "num_processes"}
+            _check_same_run(before, known, out, ignored)
         with explained(settings, lambda: "at the start" if run is None else run.where()):
             frozen = meshes.shard(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)
@@ -109,7 +115,8 @@ def train(
                 best,
                 bar,
             )
-            run.begin(known, settings.free() | dict(free or {}))
+            processes = {"num_processes": jax.process_count()}
+            run.begin(known, settings.free() | processes | dict(free or {}))
             run.go(stop_after)
     return _result(run, dict(facts or {}))
 

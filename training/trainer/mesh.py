@@ -1,7 +1,12 @@
-"""Devices and processes: weights and batches on a mesh of data x fsdp x tensor."""
+"""Devices and processes: weights and batches on a mesh of data x fsdp x tensor.
 
+What is trained is split by ``partition``. The weights of a target are split over ``tensor`` by the
+rules of serving (``jspec.models.partition``), and every group of devices along it has all of them.
+"""
+
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -9,23 +14,71 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jspec.sharding import TENSOR, processes
 from training.data.batch import Batch
 from training.trainer.settings import TrainerSettings
 from training.util.errors import bad_option
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", TENSOR)
 BATCH = PartitionSpec(("data", "fsdp"))
 Made = TypeVar("Made")
 
 
-def start_processes(settings: TrainerSettings) -> None:
-    """Join the processes of ``settings.coordinator``; call it before JAX touches a device."""
-    if settings.coordinator == "auto":
-        jax.distributed.initialize()
-    elif settings.coordinator:
-        jax.distributed.initialize(
-            settings.coordinator, settings.num_processes, settings.process_id
-        )
+def start(settings: TrainerSettings) -> Mesh:
+    """Join the processes of ``settings.coordinator``; call it before JAX touches a device.
+
+    Returns:
+      The mesh of a target: the first devices of this process that split it among themselves.
+
+    Raises:
+      ValueError: the processes have other settings, or the devices do not make such a mesh.
+    """
+    processes.start(settings.coordinator, settings.num_processes, settings.process_id)
+    check_agreed(settings.identity() | settings.free())
+    groups = make_mesh(settings).devices.reshape(-1, settings.tensor)
+    mine = next(group for group in groups if group[0].process_index == jax.process_index())
+    return Mesh(mine, (TENSOR,), axis_types=(AxisType.Auto,))
+
+
+def from_all(value: Any) -> list[Any]:
+    """Return the values of all processes; each is JSON."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value, default=str).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([text.size])).reshape(-1)
+    padded = np.pad(text, (0, sizes.max() - text.size))
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+
+def check_agreed(options: Mapping[str, Any]) -> None:
+    """Raise OptionError on every process if they do not have the same options."""
+    first, *others = from_all(dict(options))
+    for process, theirs in enumerate(others, 1):
+        for name in first:
+            if theirs.get(name) != first[name]:
+                remedy = f"process 0 has {first[name]!r}; start all processes with the same"
+                raise bad_option(name, theirs.get(name), f"process {process} has it, {remedy}")
+
+
+def together(make: Callable[[], Made]) -> Made:
+    """Return ``make()``; if it fails in one process, raise in all of them.
+
+    Raises:
+      ValueError: as in that process.
+    """
+    made, error = None, None
+    try:
+        made = make()
+    except (ValueError, OSError) as caught:
+        error = caught
+    errors = from_all(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for process, text in enumerate(errors):
+        if text is not None:
+            raise ValueError(f"process {process} ends: {text}")
+    return made
 
 
 def make_mesh(settings: TrainerSettings) -> Mesh:
@@ -69,31 +122,50 @@ def partition(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Return a ``NamedSharding`` by ``partition`` for every leaf with a shape."""
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, partition(leaf.shape, mesh)), tree)
+    """Return a ``NamedSharding`` for every leaf with a shape.
 
-
-def used(tree: Any, mesh: Mesh) -> Any:
-    """Gather ``tree`` over ``fsdp`` for a loss, inside ``jit``; ``tensor`` axes stay split.
-
-    Without this constraint XLA may gather the batch instead, which is split over ``fsdp`` too.
+    A leaf on a mesh, such as that of ``start``, keeps its axes; others get ``partition``.
     """
 
-    def gathered(leaf):
-        spec = [None if name == "fsdp" else name for name in partition(leaf.shape, mesh)]
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+    def of(leaf: Any) -> NamedSharding:
+        given = getattr(leaf, "sharding", None)
+        is_placed = isinstance(given, NamedSharding)
+        return NamedSharding(mesh, given.spec if is_placed else partition(leaf.shape, mesh))
 
-    return jax.tree.map(gathered, tree)
+    return jax.tree.map(of, tree)
+
+
+def used(tree: Any, at: Any) -> Any:
+    """Gather a tree of the shardings ``at`` over ``fsdp`` for a loss, inside ``jit``.
+
+    Axes over ``tensor`` stay split. Without this constraint XLA may gather the batch instead, which
+    is split over ``fsdp`` too.
+    """
+
+    def gathered(leaf, sharding):
+        spec = [None if name == "fsdp" else name for name in sharding.spec]
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(leaf, whole)
+
+    return jax.tree.map(gathered, tree, at)
 
 
 def shard(tree: Any, mesh: Mesh) -> Any:
-    """Place ``tree`` on the mesh by ``partition``; every process holds the same whole values."""
-    if jax.process_count() == 1:
-        return jax.device_put(tree, shardings(tree, mesh))
+    """Place ``tree`` on the mesh by ``shardings``; every process holds the same whole values.
 
-    def put(leaf, sharding):
-        value = np.asarray(leaf)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    Arrays on a mesh of this process are copied from device to device, others from the host.
+    """
+
+    def put(leaf: Any, at: NamedSharding) -> jax.Array:
+        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            if jax.process_count() == 1:
+                return jax.device_put(leaf, at)
+            value = np.asarray(leaf)
+            return jax.make_array_from_callback(value.shape, at, lambda index: value[index])
+        parts = {str(part.index): part.data for part in leaf.addressable_shards}
+        indices = at.addressable_devices_indices_map(leaf.shape).items()
+        arrays = [jax.device_put(parts[str(index)], device) for device, index in indices]
+        return jax.make_array_from_single_device_arrays(leaf.shape, at, arrays)
 
     return jax.tree.map(put, tree, shardings(tree, mesh))
 
@@ -124,9 +196,10 @@ def gather(tree: Any) -> Any:
 
 def first_process_first(make: Callable[[], Made]) -> Made:
     """Call ``make``, whose files the first process writes and the others only open."""
-    made = make() if jax.process_index() == 0 else None
-    wait_for_all("files of the first process")
-    return made if jax.process_index() == 0 else make()
+    is_first = jax.process_index() == 0
+    made = together(lambda: make() if is_first else None)
+    others = together(lambda: None if is_first else make())
+    return made if is_first else others
 
 
 def wait_for_all(what: str) -> None:

@@ -46,9 +46,9 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
     shapes = jax.eval_shape(init, frozen)
-    state_at = shardings(shapes, mesh)
+    state_at, frozen_at = shardings(shapes, mesh), shardings(frozen, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    gradients = _gradients(task, settings.accumulate, mesh, state_at.params)
+    gradients = _gradients(task, settings.accumulate, mesh, state_at.params, frozen_at)
 
     def step(state: TrainState, frozen, batch: Batch, wishes: Array | None):
         key = jax.random.fold_in(noise_key, state.step)
@@ -61,7 +61,8 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     def metrics(params, frozen, batch: Batch) -> dict:
-        return task.loss(used(params, mesh), used(frozen, mesh), batch, None)[1]
+        params, frozen = used(params, state_at.params), used(frozen, frozen_at)
+        return task.loss(params, frozen, batch, None)[1]
 
     def is_finite(state: TrainState) -> Array:
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -80,11 +81,11 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     )
 
 
-def _gradients(task: Task, parts: int, mesh: Mesh, params_at: Any):
+def _gradients(task: Task, parts: int, mesh: Mesh, params_at: Any, frozen_at: Any):
     """Return a function of (params, frozen, batch, key) to means over ``parts`` micro-batches."""
 
     def loss(params, frozen, batch: Batch, key):
-        return task.loss(used(params, mesh), used(frozen, mesh), batch, key)
+        return task.loss(used(params, params_at), used(frozen, frozen_at), batch, key)
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
     spread = lambda grads: jax.lax.with_sharding_constraint(grads, params_at)

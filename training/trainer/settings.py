@@ -8,8 +8,7 @@ from training.util.errors import bad_option, check_each, check_least, check_posi
 # A resumed run may change these; all others identify it.
 _FREE = {
     *("accumulate", "remat", "log_every", "eval_every", "save_every", "save_minutes", "keep"),
-    *("data_parallel", "fsdp", "tensor", "coordinator", "process_id"),
-    "num_processes",  # ``train`` records the number of running processes
+    *("data_parallel", "fsdp", "tensor", "coordinator", "num_processes", "process_id"),
 }
 
 # What runs of earlier versions, which do not record it, were trained with.
