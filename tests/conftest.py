@@ -61,6 +61,7 @@ _MORE = (
     "test_examples.py",
     "test_notebooks.py",
     "test_packaging.py",
+    "test_replicas.py",
     "test_reproducibility.py",
     "test_several_devices.py",
     "tools",

@@ -175,9 +175,10 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         ({"max_model_len": 0}, "max_model_len=0 must be a whole number from 1 to 256"),
         ({"tensor_parallel_size": 99}, "tensor_parallel_size=99 needs 99 devices, but JAX has"),
         (
-            {"data_parallel_size": 2},
-            "LLM: data_parallel_size=2 is not supported: start replicas",
+            {"tensor_parallel_size": 50, "data_parallel_size": 2},
+            "tensor_parallel_size=50 times data_parallel_size=2 needs 100 devices, but JAX has",
         ),
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number of at least 1."),
         ({"max_model_length": 8}, "LLM has no 'max_model_length'; did you mean 'max_model_len'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1."),
         ({"seed": "x"}, "seed='x' must be"),

@@ -54,6 +54,9 @@ class EngineArgs:
     tensor_parallel_size: int = argument(
         1, "Devices that the target is split among.", check=_COUNT, min=1
     )
+    data_parallel_size: int = argument(
+        1, "Engines side by side, each with the model on devices of its own.", check=_COUNT, min=1
+    )
     enable_expert_parallel: bool = argument(
         False, "Devices have some experts each, not a part of every expert.", check=_BOOL
     )
@@ -89,6 +92,13 @@ class EngineArgs:
 
     def __post_init__(self):
         arguments.check(self)
+        alone = {"deterministic": False, "sampling_backend": "xla"}
+        for name, value in alone.items():
+            if self.tensor_parallel_size > 1 and getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} works on one device, but "
+                    f"tensor_parallel_size={self.tensor_parallel_size}; leave one of them out."
+                )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineArgs)}

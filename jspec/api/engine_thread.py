@@ -160,14 +160,14 @@ class EngineThread:
                 ticket.rounds = rounds
         begin = perf_counter()
         try:
-            has_run = self._runtime.step()
+            share = self._runtime.step()
         except BaseException as error:
             _log.error("a step of the engine failed", exc_info=error)
             for running in list(self.running.values()):
                 self._fail(running, error)
             return
-        if has_run:
-            past, taken = self._round_seconds, (perf_counter() - begin) / rounds
+        if share:
+            past, taken = self._round_seconds, (perf_counter() - begin) / (share * rounds)
             taken = min(taken, 2 * past)  # a step that compiled is no measure
             self._round_seconds = _MEMORY * past + (1 - _MEMORY) * taken
 

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from jspec.api import config, engine_args, metrics, prompts
 from jspec.api.backends import Backends
-from jspec.api.build import build_plan
+from jspec.api.build import Build, build_plan
 from jspec.api.engine_args import EngineArgs
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
@@ -32,6 +32,7 @@ from jspec.engine.memory_plan import MemoryPlan, plan_memory
 from jspec.engine.pages import PAGE_SIZE
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
+from jspec.engine.replicas import Replicas
 from jspec.sharding import mesh as mesh_lib
 from jspec.util import neutral
 from jspec.util.messages import shown
@@ -81,6 +82,9 @@ class LLM:
         "pallas_gpu" or "pallas_tpu"; None for "xla".
       tensor_parallel_size: devices that the target is split among: its heads, the widths of its
         MLPs and its vocabulary. Each of them has the whole drafter. Texts do not depend on it.
+      data_parallel_size: engines side by side that share the requests, each with the model on
+        ``tensor_parallel_size`` devices of its own. ``max_num_seqs`` and the settings of the KV
+        cache are those of each engine. Texts do not depend on it.
       enable_expert_parallel: whether these devices have some experts each, not a part of every
         expert.
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
@@ -103,7 +107,7 @@ class LLM:
         logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
         self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
-        mesh = _mesh_of(args)
+        meshes = mesh_lib.make_all(args.tensor_parallel_size, args.data_parallel_size)
         self.build = build = build_plan(
             model,
             speculative,
@@ -116,7 +120,7 @@ class LLM:
                 args.sampling_backend,
                 PAGE_SIZE if args.block_size is None else args.block_size,
             ),
-            mesh=mesh,
+            mesh=meshes[0] if args.tensor_parallel_size > 1 else None,
             expert_parallel=args.enable_expert_parallel,
             check=functools.partial(_check_memory, args, self.max_num_seqs),
         )
@@ -124,30 +128,12 @@ class LLM:
         self.max_model_len = build.max_model_len
         vocab_size = build.plan.target.vocab_size
         max_logprobs = vocab_size if args.max_logprobs == -1 else args.max_logprobs
-        with mesh_lib.on(mesh):
-            pool = memory.pool_if_any(
-                build.plan,
-                build.params,
-                {name: getattr(args, name) for name in memory.SETTINGS},
-                shares_prefixes=args.enable_prefix_caching,
-                num_tokens=self.max_num_seqs * self.max_model_len,
-                reserved=build.memory_plan.workspace if build.memory_plan else 0,
-            )
-        self.runtime = Runtime(
-            build.plan,
-            build.params,
-            num_slots=self.max_num_seqs,
-            capacity=self.max_model_len,
-            pool=pool,
-            profile=Profile(nodes=self.detailed),
-            mode=args.logprobs_mode,
-            max_logprobs=max_logprobs,
-            mesh=mesh,
-        )
+        replicas = _replicas_of(args, build, meshes, self.max_num_seqs)
+        self.runtime = Runtime(replicas, mode=args.logprobs_mode, max_logprobs=max_logprobs)
         self.resolver = Resolver(
             build,
             seed=int(args.seed),
-            pool=pool,
+            pool=next(iter(replicas.pools), None),
             mode=args.logprobs_mode,
             max_logprobs=max_logprobs,
         )
@@ -314,14 +300,26 @@ class LLM:
         self.build = self.resolver.build = self.build.with_params(params)
 
     def save_shared(self, path: str | os.PathLike) -> None:
-        """Write the state that the drafter gathered from requests, such as past responses."""
+        """Write the state that the drafter gathered from requests, such as past responses.
+
+        Raises:
+          ValueError: there are several engines, each with a state of its own.
+        """
+        if self.runtime.num_engines > 1:
+            raise ValueError(
+                f"save_shared writes the state of one engine, but data_parallel_size="
+                f"{self.runtime.num_engines}; save it from an LLM with data_parallel_size=1."
+            )
         self.runtime.use_shared(lambda shared: shared_file.save(path, shared))
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
-        """Replace the drafter's state by that of a file of ``save_shared``; None empties it."""
-        fresh = init_shared(self.build.plan)
-        loaded = fresh if path is None else shared_file.load(path, fresh)
-        self.runtime.use_shared(lambda _: loaded)
+        """Replace the drafter's state in all engines by a file of ``save_shared``; None empties it."""
+
+        def fresh(_: Any) -> Any:
+            empty = init_shared(self.build.plan)
+            return empty if path is None else shared_file.load(path, empty)
+
+        self.runtime.use_shared(fresh)
 
     @property
     def _name(self) -> str:
@@ -384,17 +382,27 @@ def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Param
     return planned
 
 
-def _mesh_of(args: EngineArgs) -> Mesh | None:
-    """Return the devices among which a target is split; None for one device."""
-    if args.tensor_parallel_size > 1:
-        alone = {"deterministic": False, "sampling_backend": "xla"}
-        for name, value in alone.items():
-            if getattr(args, name) not in (None, value):
-                raise ValueError(
-                    f"{name}={getattr(args, name)!r} works on one device, but "
-                    f"tensor_parallel_size={args.tensor_parallel_size}; leave one of them out."
-                )
-    return mesh_lib.make(args.tensor_parallel_size)
+def _replicas_of(
+    args: EngineArgs, build: Build, meshes: list[Mesh | None], max_num_seqs: int
+) -> Replicas:
+    """Return the engines of a build, one on each mesh."""
+    make_pool = functools.partial(
+        memory.pool_if_any,
+        build.plan,
+        settings={name: getattr(args, name) for name in memory.SETTINGS},
+        shares_prefixes=args.enable_prefix_caching,
+        num_tokens=max_num_seqs * build.max_model_len,
+        reserved=build.memory_plan.workspace if build.memory_plan else 0,
+    )
+    return Replicas(
+        build.plan,
+        build.params,
+        meshes=meshes,
+        make_pool=make_pool,
+        num_slots=max_num_seqs,
+        capacity=build.max_model_len,
+        profile=Profile(nodes=args.per_request_stats == "detailed"),
+    )
 
 
 @contextlib.contextmanager

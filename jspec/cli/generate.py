@@ -28,7 +28,8 @@ def generate(
     chat: options.Chat = False,
     *,
     engine: options.engine(
-        *("speculative_config", "dtype", "max_model_len", "deterministic", "tensor_parallel_size"),
+        *("speculative_config", "dtype", "max_model_len", "deterministic"),
+        *("tensor_parallel_size", "data_parallel_size"),
         changes={
             "max_model_len": {"help": "Longest sequence, prompt included."},
             "deterministic": {"help": "Equal logits for every batch and draft; slower."},

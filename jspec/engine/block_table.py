@@ -30,7 +30,7 @@ class BlockTable:
         """
         if self.pool is None:
             return 0
-        pool, cached = self.pool, self._cached_pages(text) if reads_cached else []
+        pool, cached = self.pool, self.cached_pages(text) if reads_cached else []
         pool.ref(cached)
         fresh = pool.allocate(pool.pages_of(len(text)) - len(cached), spare)
         if fresh is None:
@@ -46,7 +46,7 @@ class BlockTable:
         """Return whether the next page that a waiting ``text`` could share is another one's."""
         if self.pool is None or not self.pool.shares_prefixes:
             return False
-        count = len(self._cached_pages(text))
+        count = len(self.cached_pages(text))
         if count >= self.pool.most_shared(len(text)):
             return False
         following = self.digests[count : count + 1]
@@ -95,8 +95,9 @@ class BlockTable:
             self.pool.free(self.pages, is_clean=is_clean)
         self.pages, self._num_shared, self._num_cached, self._num_unseen = [], 0, 0, 0
 
-    def _cached_pages(self, text: np.ndarray) -> list[int]:
-        if not self.pool.shares_prefixes:
+    def cached_pages(self, text: np.ndarray) -> list[int]:
+        """Return the cached pages that a text [n] begins with; the null page if unseen."""
+        if self.pool is None or not self.pool.shares_prefixes:
             return []
         self.pool.add_digests(self.digests, text, self.salt)
         return self.pool.cached(self.digests[: self.pool.most_shared(len(text))])

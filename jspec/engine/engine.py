@@ -9,8 +9,7 @@ is prefilled again with what it had generated. Rounds end where launches end, so
 
 If a step fails, what the device held is lost, and no sequence can be named as its cause. All
 sequences that ran start again from their texts, each one alone for a launch. One that fails alone
-ends by the error. So do one whose prompt or grammar raises on the host, and one whose listener
-does, at once.
+ends by the error, as one does whose prompt, grammar or listener raises on the host.
 """
 
 import collections
@@ -97,15 +96,11 @@ class Engine:
         )
         self.admission = Admission(self.scheduler, self.runner, capacity, is_pinned=is_pinned)
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
-        self._unread: collections.deque[Dispatched] = collections.deque()
+        self.unread: collections.deque[Dispatched] = collections.deque()  # launches, two at most
         program_memory.bound()
 
     params = property(lambda self: self.runner.worker.params, updates.replace_params)
-    # The drafter's state that outlives calls; the engine consumes what it is set to.
-    shared = property(
-        lambda self: self.runner.worker.shared,
-        lambda self, shared: self.runner.put_shared(shared),
-    )
+    shared = property(lambda self: self.runner.worker.shared, updates.replace_shared)
     profile = property(lambda self: self.runner.request.profile)
     num_slots = property(lambda self: self.scheduler.num_slots)
     is_idle = property(lambda self: self.scheduler.is_idle)
@@ -196,7 +191,16 @@ class Engine:
 
     def step(self) -> None:
         """Prefill a chunk, dispatch a launch, and read the launch before it."""
-        self._survive(self._step)
+        self.dispatch()
+        self.read()
+
+    def dispatch(self) -> None:
+        """Prefill a chunk, and dispatch a launch if a sequence takes part in rounds."""
+        self._survive(self._dispatch)
+
+    def read(self) -> None:
+        """Read all launches, but for the last one while sequences take part in rounds."""
+        self._survive(lambda: self._read_all_but(bool(self.scheduler.ready)))
 
     def settle(self) -> None:
         """Hand the texts that the host ended to a drafter with shared state."""
@@ -207,14 +211,14 @@ class Engine:
 
         Launches that are not read come first: texts must be complete, and some may have ended.
         """
-        if self._unread:
+        if self.unread:
             self._read_all_but(0)
             return True
         return self.scheduler.preempt()
 
     # ---------------------------------------------------------------------------------- one step
 
-    def _step(self) -> None:
+    def _dispatch(self) -> None:
         self._end_left()
         self.admission.admit()
         if self.scheduler.follows:
@@ -222,10 +226,8 @@ class Engine:
             self._end_left()
         rounds = self.scheduler.rounds(self.profile.rounds)
         self._reserve(rounds)
-        is_running = bool(self.scheduler.ready)
-        if is_running:
-            self._dispatch(rounds)
-        self._read_all_but(is_running)
+        if self.scheduler.ready:
+            self._launch(rounds)
 
     def _end_left(self) -> None:
         """End the rows of texts that the host ended, before their slots are taken again."""
@@ -239,17 +241,17 @@ class Engine:
         scheduler = self.scheduler
         most_tokens = rounds * (self.plan.drafter.max_depth + 1)
         while True:
-            ahead = sum(each.most_tokens for each in self._unread)
+            ahead = sum(each.most_tokens for each in self.unread)
             sequence = scheduler.reserve(ahead + most_tokens)
             if sequence is None:
                 break
-            if self._unread or len(scheduler.seated) > 1:
+            if self.unread or len(scheduler.seated) > 1:
                 self.preempt()
             else:
                 scheduler.fail(sequence, scheduler.no_memory())
         self._end_left()
 
-    def _dispatch(self, rounds: int) -> None:
+    def _launch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
         scheduler, runner, members = self.scheduler, self.runner, self.scheduler.members
         chosen, table = runner.choose(members), scheduler.table(self.capacity)
@@ -262,14 +264,14 @@ class Engine:
             rounds = min(rounds, chosen.rounds or rounds)
             watched = scheduler.watched(always=runner.ends_with_any_row)
             dispatched = runner.launch(chosen, rounds, members, scheduler.slots, watched, table)
-        self._unread.append(dispatched)
+        self.unread.append(dispatched)
         scheduler.dispatched()
 
     def _read_all_but(self, count: int) -> None:
         """Read launches until ``count`` are left, which are the last ones."""
-        while len(self._unread) > count:
-            ran = self.runner.bring(self._unread[0])
-            self._read(self._unread.popleft().members, ran)
+        while len(self.unread) > count:
+            ran = self.runner.bring(self.unread[0])
+            self._read(self.unread.popleft().members, ran)
 
     def _read(self, members: Members, ran: Launch) -> None:
         """Add the results of a launch to the answers of its members."""
@@ -312,7 +314,7 @@ class Engine:
     def _start_again(self, *, keeps_pages: bool) -> list[EngineSequence]:
         """Queue all who ran, and return them. After an error of the host, pages stay."""
         unfinished = self.scheduler.restart(self.scheduler.seated)
-        self._unread.clear()
+        self.unread.clear()
         self.scheduler.leaving.clear()
         self.runner.reset(keeps_pages=keeps_pages)
         return unfinished

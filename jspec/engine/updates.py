@@ -1,4 +1,4 @@
-"""New weights for an engine that goes on, as rollouts of a training run need them."""
+"""Weights and shared state of an engine, replaced between two steps, as in a training run."""
 
 from typing import Any
 
@@ -26,6 +26,11 @@ def replace_params(engine: Any, params: Params) -> None:
     engine.runner.worker.put_params(params)
     if engine.pool is not None:
         engine.pool.blocks.clear_cache()
+
+
+def replace_shared(engine: Any, shared: Any) -> None:
+    """Replace the drafter's state that outlives calls; the engine consumes the new one."""
+    engine.runner.put_shared(shared)
 
 
 def _check_like(old: Params, new: Params) -> None:

@@ -121,13 +121,13 @@ class Observer(Collector):
         yield from self._of_pages()
 
     def _of_pages(self) -> Iterator[Metric]:
-        pool = self._llm.runtime.pool
-        if pool is None:
+        blocks = [pool.blocks for pool in self._llm.runtime.pools]
+        if not blocks:
             return
-        yield self._gauge("jspec:pages_used", "Pages that sequences hold.", pool.blocks.num_used)
-        yield self._gauge("jspec:pages_free", "Pages that none holds.", pool.blocks.num_free)
-        total = pool.blocks.num_used + pool.blocks.num_free
-        config = {"block_size": pool.blocks.size, "num_gpu_blocks": total}
+        used, free = sum(each.num_used for each in blocks), sum(each.num_free for each in blocks)
+        yield self._gauge("jspec:pages_used", "Pages that sequences hold.", used)
+        yield self._gauge("jspec:pages_free", "Pages that none holds.", free)
+        config = {"block_size": blocks[0].size, "num_gpu_blocks": used + free}
         labels = self._labels | {name: str(value) for name, value in config.items()}
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "Sizes of the KV cache.", labels=list(labels)

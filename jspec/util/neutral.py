@@ -29,7 +29,6 @@ ENGINE: Table = {
     "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),
     "skip_tokenizer_init": (_OFF, "pass token ids and SamplingParams(detokenize=False)"),
     "pipeline_parallel_size": ((None, 1), "set tensor_parallel_size"),
-    "data_parallel_size": ((None, 1), "start replicas; docs/serving.md says how"),
     "distributed_executor_backend": (
         (None, "mp", "ray", "uni"),
         "one process runs all devices, whatever is named",

@@ -117,7 +117,7 @@ def test_a_reader_that_leaves_aborts_its_request_and_no_other(served, expected):
     asyncio.run(
         last(served, "x", params(0, max_tokens=1))
     )  # the abort of those who left has arrived
-    assert served.num_running == 0 and served.llm.runtime.pool.blocks.num_used == 0
+    assert served.num_running == 0 and served.llm.runtime.pools[0].blocks.num_used == 0
 
 
 def test_no_page_is_held_after_the_end(llm):
@@ -131,7 +131,7 @@ def test_no_page_is_held_after_the_end(llm):
     for count in range(30):  # the end comes before, while or after prompts are read
         with AsyncLLM(llm, launch_seconds=0.001) as served:
             asyncio.run(begin(served, 0.0005 * count))
-        assert llm.runtime.pool.blocks.num_used == 0
+        assert llm.runtime.pools[0].blocks.num_used == 0
 
 
 def test_abort_ends_the_text_as_it_is(served):
@@ -198,7 +198,7 @@ def test_after_close_requests_are_refused_and_running_ones_end_with_an_error(llm
             await last(served, "x", params(0))
 
     asyncio.run(close())
-    assert llm.runtime.pool.blocks.num_used == 0
+    assert llm.runtime.pools[0].blocks.num_used == 0
     assert llm.generate("x", params(0))[0].finished
 
 
@@ -337,7 +337,7 @@ def test_a_text_that_cannot_be_decoded_ends_its_own_request(
         assert isinstance(raised, KeyError if error is KeyError else RuntimeError)
         assert "no such token" in str(raised)
     assert others == list(map(texts, expected)) and texts(later.outputs) == others[1]
-    assert llm.runtime.pool.blocks.num_used == 0
+    assert llm.runtime.pools[0].blocks.num_used == 0
 
 
 def test_a_function_that_raises_when_a_launch_is_traced_ends_its_own_request(served, expected):

@@ -134,7 +134,7 @@ def test_an_interrupted_call_ends_alone(llm, expected, monkeypatch):
         assert texts(other.result()) == expected[1]
     *_, last_output = stream
     assert texts(last_output) == expected[3]
-    assert llm.runtime.pool.blocks.num_used == 0
+    assert llm.runtime.pools[0].blocks.num_used == 0
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -200,7 +200,7 @@ def test_texts_with_stop_strings_are_equal_however_they_are_read(llm, expected, 
     for output, prompt, entire, pair in zip(outputs, prompts, whole, pairs, strict=True):
         assert output.outputs == streamed[prompt].outputs == entire.outputs
         assert (entire.outputs[0].finish_reason, entire.outputs[0].stop_reason) == ("stop", pair)
-    assert llm.runtime.pool.blocks.num_used == 0
+    assert llm.runtime.pools[0].blocks.num_used == 0
 
 
 def test_an_abort_ends_a_text_that_waits_for_a_slot(llm):

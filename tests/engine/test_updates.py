@@ -127,8 +127,8 @@ def test_an_llm_generates_with_new_weights(root):
     text = "the quick brown fox jumps over the lazy dog. "
     [before], old = llm.generate(text, settings), llm.build.params.target
     llm.update_params(jax.tree.map(lambda x: jnp.roll(x, 1, -1), old))
-    [after], hits = llm.generate(text, settings), llm.runtime.pool.blocks.hits
+    [after], hits = llm.generate(text, settings), llm.runtime.pools[0].blocks.hits
     llm.update_params(old)
     [again] = llm.generate(text, settings)
     assert again.outputs[0].token_ids == before.outputs[0].token_ids != after.outputs[0].token_ids
-    assert hits == llm.runtime.pool.blocks.hits == 0
+    assert hits == llm.runtime.pools[0].blocks.hits == 0

@@ -35,7 +35,7 @@ class Live:
 
     def wait_until_idle(self):
         """Wait until nothing runs and no page is held; fail after a minute."""
-        served, table = self.server.served, self.server.llm.runtime.pool.blocks
+        served, table = self.server.served, self.server.llm.runtime.pools[0].blocks
         until = time.monotonic() + 60
         while (served.num_running or table.num_used) and time.monotonic() < until:
             time.sleep(0.01)
