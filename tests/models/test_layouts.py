@@ -1,0 +1,77 @@
+"""Weights in the layouts that a device reads, with a table for the CPU that real ones lack."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.layout import Layout
+
+import jspec
+from jspec.checkpoints import loading
+from jspec.models import layouts, partition
+from tests import llm_fixtures
+
+COLUMNS = Layout((1, 0))
+SETTINGS = jspec.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    rows = {}
+    monkeypatch.setattr(layouts, "LAYOUTS", {"cpu": rows})
+    layouts.takes.cache_clear()
+    yield rows
+    layouts.takes.cache_clear()
+
+
+@pytest.fixture
+def target(root):
+    return llm_fixtures.checkpoints(root)["target"]
+
+
+def orders(params):
+    """Return the order of axes, major first, of every array, by its path."""
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path): x.format.layout.major_to_minor for path, x in leaves}
+
+
+def test_matrices_have_the_layouts_of_the_table_and_texts_stay(target, table):
+    plain = jspec.LLM(target, dtype="bfloat16", max_num_seqs=2, max_model_len=64)
+    table["qkv"] = COLUMNS
+    layouts.takes.cache_clear()
+    for model in (target, loading.load(target, "bfloat16")):  # read, and in memory
+        laid = jspec.LLM(model, dtype="bfloat16", max_num_seqs=2, max_model_len=64)
+        found = orders(laid.build.params.target)
+        columns = [name for name, order in found.items() if order == (1, 0)]
+        assert columns == [name for name in found if name.endswith(".qkv")] != []
+        texts = [llm.generate(["the quick"], SETTINGS)[0].outputs[0] for llm in (plain, laid)]
+        assert texts[0].token_ids == texts[1].token_ids
+
+
+def test_the_first_row_without_a_name_is_for_all_other_matrices(table):
+    table.update({"embedding": Layout((0, 1)), "": COLUMNS})
+    assert layouts.of("cpu", ("layers", 0, "mixer", "output")) == COLUMNS
+    assert layouts.of("cpu", ("embedding",)) == Layout((0, 1))
+    assert layouts.of("gpu", ("embedding",)) is None
+
+
+def test_float32_weights_keep_the_default_layout(target, table):
+    table[""] = COLUMNS
+    placements = partition.placements({}, None)
+    params = loading.load(target, "float32", placements).params
+    assert (1, 0) not in orders(params).values()
+    np.testing.assert_array_equal(params.embedding, loading.load(target).params.embedding)
+
+
+def test_a_device_that_refuses_a_layout_keeps_its_own_with_one_line(table, caplog):
+    table["qkv"] = Layout((0, 1, 2))
+    with caplog.at_level(logging.WARNING, logger="jspec"):
+        assert [partition.placements({}, None) for _ in range(2)] == [None, None]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("cpu takes no layouts, so launches copy weights: ")
+
+
+def test_devices_without_a_row_load_as_before():
+    assert not {"cpu", "NVIDIA H200"} & set(layouts.LAYOUTS)
+    assert partition.placements({}, None) is None
