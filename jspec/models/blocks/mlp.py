@@ -5,7 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from jspec import sharding
 from jspec.core.types import Array
 from jspec.models.blocks.arithmetic import Linear, affine, normal
 from jspec.models.blocks.block import FeedForward, Pass
@@ -88,6 +90,13 @@ def gated(params: GatedMlpParams, x: Array, linear: Linear, column_parts: int = 
 
 def gate(columns: Array, parts: int = 1) -> Array:
     """Return silu(gate) * up [..., F] of columns [..., 2F], which are in ``parts``."""
+    if parts == 1:
+        first, second = jnp.split(columns, 2, axis=-1)
+        return jax.nn.silu(first) * second
+    if sharding.num_shards() == parts:
+        # Each device splits its own columns. For a reshape, XLA for TPU would relay the weight.
+        spec = PartitionSpec(*[None] * (columns.ndim - 1), sharding.TENSOR)
+        return jax.shard_map(gate, in_specs=spec, out_specs=spec, check_vma=False)(columns)
     both = columns.reshape(*columns.shape[:-1], parts, 2, -1)
     gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
     return gated.reshape(*columns.shape[:-1], -1)
