@@ -20,11 +20,10 @@ _PAIRS = (2, 1)  # Two rows of two-byte numbers share the words of a register.
 _COLUMNS = Layout((1, 0), ((8, 128), _PAIRS))
 # Matrices of two-byte numbers by the last field of their path; "" is for all others.
 LAYOUTS: Mapping[str, Mapping[str, Layout]] = {
-    "TPU v5 lite": {"qkv": _COLUMNS, "gate_up": _COLUMNS},
-    "TPU v6 lite": {"qkv": _COLUMNS, "gate_up": _COLUMNS},
+    "TPU v5 lite": {"qkv": _COLUMNS},
+    "TPU v6 lite": {"qkv": _COLUMNS},
     "TPU7x": {
         "qkv": Layout((1, 0), ((16, 128), _PAIRS)),
-        "gate_up": Layout((1, 0), ((16, 128), _PAIRS)),
         "embedding": Layout((0, 1), ((8, 128), _PAIRS)),
         "": Layout((0, 1), ((16, 128), _PAIRS)),
     },

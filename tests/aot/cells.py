@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from jspec.core import entries
 from jspec.core.types import Params
@@ -22,6 +30,7 @@ from jspec.engine.profile import Profile, request_of
 from jspec.models import decoder, layouts, partition
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
+from jspec.sharding import TENSOR
 from jspec.sharding import mesh as mesh_lib
 from tests import networks
 from tests.aot.programs import ACCELERATOR, PLATFORMS
@@ -161,10 +170,11 @@ class Placing:
     """Puts abstract arrays on described devices, weights in their layouts if ``layouts``."""
 
     def __init__(self, devices: list, *, layouts: bool):
-        self.mesh = mesh_lib.make(len(devices), devices)
+        self.mesh = None
         self._kind = devices[0].device_kind if layouts else ""
         self._whole = SingleDeviceSharding(devices[0])
-        if self.mesh is not None:
+        if len(devices) > 1:
+            self.mesh = Mesh(np.array(devices), (TENSOR,), axis_types=(AxisType.Auto,))
             self._whole = NamedSharding(self.mesh, PartitionSpec())
 
     def whole(self, tree: Any) -> Any:
