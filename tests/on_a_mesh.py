@@ -75,18 +75,21 @@ METHODS = {
     "token_recycling": {"method": "token_recycling", "num_speculative_tokens": 3, "tree_size": 8},
     "coupled": CHAIN | {"rejection_sample_method": "coupled"},
 }
+SPLIT = " split"  # end of the name of a method whose drafter is split as the target is
 FEW = [
     (2, "ngram", "experts"),
-    (4, "eagle3", "standard"),
+    (4, "eagle3 split", "standard"),
     (4, "none", "experts apart"),
 ]
 OTHERS = [
     (2, "coupled", "windowed"),
-    (4, "draft_model", "latent"),
+    (2, "draft_model split", "latent"),
     (8, "drawn tree", "standard"),
 ]
 
 COMPILING = re.compile(r"Compiling jit\((\w+)\)")
+
+COUNTED = [(size, method) for size in (4, 8) for method in ("none", "eagle3", "eagle3 split")]
 
 
 def loud(key: int, init, *of):
@@ -107,9 +110,11 @@ def target(kind: str) -> LoadedModel:
     return LoadedModel(directory(), KINDS[kind], loud(0, decoder.init_params, KINDS[kind]), {})
 
 
-def config(method: str):
-    """Return the ``speculative_config`` of a method, with its network."""
-    given = METHODS[method]
+def config(method: str, size: int):
+    """Return the ``speculative_config`` of a method, with its network, for so many devices."""
+    given = METHODS[method.removesuffix(SPLIT)]
+    if method.endswith(SPLIT):
+        given = given | {"draft_tensor_parallel_size": size}
     if given is None or given["method"] in ("ngram", "token_recycling"):
         return given
     if given["method"] == "draft_model":
@@ -123,7 +128,7 @@ def texts(size: int, method: str, kind: str) -> list:
     """Return the tokens of greedy and of drawn texts, which share pages and are preempted."""
     llm = jspec.LLM(
         target(kind),
-        config(method),
+        config(method, size),
         max_num_seqs=4,
         max_model_len=96,
         block_size=8,
@@ -159,7 +164,7 @@ def compiled(size: int, method: str) -> dict[str, list[str]]:
     for case in ("ahead", "again"):
         llm = jspec.LLM(
             target("standard"),
-            config(method),
+            config(method, size),
             max_num_seqs=4,
             max_model_len=96,
             block_size=8,
@@ -181,7 +186,7 @@ def collectives(size: int, method: str) -> dict[str, int]:
     """Return how often each collective stands in a greedy launch, of which a round runs all."""
     devices = mesh.make(size)
     with mesh.on(devices):
-        build = build_plan(target("standard"), read(config(method)), mesh=devices)
+        build = build_plan(target("standard"), read(config(method, size)), mesh=devices)
         compiled = program_size.lowered(build.plan, build.params, Profile()).compile()
     names = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
     found = re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
@@ -192,8 +197,8 @@ def main():
     given = sys.argv[1]
     for case in {"few": FEW, "others": OTHERS}[given]:
         print(json.dumps({"case": case, "one": texts(1, *case[1:]), "several": texts(*case)}))
-    for method in ("none", "eagle3") if given == "few" else ():
-        print(json.dumps({"method": method, "collectives": collectives(4, method)}))
+    for size, method in COUNTED if given == "few" else ():
+        print(json.dumps({"counted": [size, method], "collectives": collectives(size, method)}))
     for method in ("token_recycling",) if given == "few" else ("draft_model", "eagle3"):
         print(json.dumps({"warm": method, "compiled": compiled(2, method)}))
 

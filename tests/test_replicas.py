@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.test_several_devices import printed
+from tests import eight_devices
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("models"))
-    one, *several = printed(folder, "1", "4", module="tests.on_replicas")
+    one, *several = eight_devices.printed("tests.on_replicas", folder, 1, 4)
     return one, several
 
 

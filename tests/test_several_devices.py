@@ -1,37 +1,17 @@
 """Tensor parallelism: the texts of one device, and few collectives."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 import jspec
 from jspec.models import partition
-from tests import house, on_a_mesh, tiny
+from tests import eight_devices, on_a_mesh, tiny
 
 LAYERS = on_a_mesh.STANDARD.num_layers
 
 
-def printed(*arguments: str, module: str = "tests.on_a_mesh") -> list[dict]:
-    """Return what a module prints on eight virtual devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    ran = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=house.ROOT,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.fixture(scope="module")
 def few():
-    return printed("few")
+    return eight_devices.printed("tests.on_a_mesh", "few")
 
 
 def check_texts(lines, expected):
@@ -48,15 +28,16 @@ def test_texts_of_several_devices_are_those_of_one(few):
 
 @pytest.mark.slow
 def test_texts_of_several_devices_are_those_of_one_for_more_methods_and_layers():
-    others = printed("others")
+    others = eight_devices.printed("tests.on_a_mesh", "others")
     check_texts(others, on_a_mesh.OTHERS)
     check_programs(others)
 
 
-@pytest.mark.parametrize(("method", "more"), [("none", 6), ("eagle3", 6 * 4 + 6)])
-def test_a_round_has_two_all_reduces_a_layer_and_few_more(few, method, more):
-    (counted,) = [line["collectives"] for line in few if line.get("method") == method]
+@pytest.mark.parametrize(("size", "method"), on_a_mesh.COUNTED)
+def test_a_round_has_two_all_reduces_a_layer_and_few_more(few, size, method):
+    (counted,) = [line["collectives"] for line in few if line.get("counted") == [size, method]]
     assert set(counted) == {"all-reduce"}
+    more = 6 if method == "none" else 6 * on_a_mesh.CHAIN["num_speculative_tokens"] + 6
     # Each of the sizes of a pass has the all-reduces behind attention.
     assert 2 * LAYERS <= counted["all-reduce"] <= 2 * LAYERS + more
 
@@ -77,6 +58,17 @@ def test_a_number_of_devices_that_divides_no_heads_is_refused_with_those_that_wo
     )
     with pytest.raises(ValueError, match=words):
         partition.split(on_a_mesh.STANDARD, 3)
+
+
+def test_a_drafter_is_whole_on_every_device_or_split_as_the_target_is():
+    given = {"method": "ngram", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}
+    words = (
+        r"draft_tensor_parallel_size=2 cannot be other value than 1 or .* tensor_parallel_size=4"
+    )
+    with pytest.raises(ValueError, match=words):
+        jspec.LLM("no/such/model", given, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size=4 does not divide the heads"):
+        partition.split_draft(tiny.DRAFT_CONFIG, 4)
 
 
 def test_experts_of_a_model_without_any_are_refused():

@@ -4,7 +4,6 @@ Every error is raised before the target's weights are loaded, which may take min
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from jspec.models import partition
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.sharding import mesh as mesh_lib
+from jspec.sharding.placement import Placements
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
@@ -100,11 +100,10 @@ class Outline:
             loaded = loaded.with_params(partition.placed(loaded.params, rules, mesh))
         split = partition.split(settings.config_of(loaded.config), mesh_lib.size_of(mesh))
         loaded = dataclasses.replace(loaded, config=split)
-        load = functools.partial(loading.load, sharding=partition.placements({}, mesh))
-        part, weights = _load(self.part, loaded, settings.draft_dtype, load)
-        plan = _plan(part, split, settings.deterministic, settings.backends)
+        part, weights = _load(self.part, loaded, settings, loading.load)
+        plan = _plan(part.split(settings), split, settings.deterministic, settings.backends)
         weights = _separate_weights(part, plan.drafter, weights, loaded)
-        params = Params(loaded.params, partition.placed(weights, {}, mesh))
+        params = Params(loaded.params, part.placed(weights, settings))
         return Build(loaded, settings.tokenizer, self.max_model_len, plan, params)
 
 
@@ -121,10 +120,27 @@ class _Settings:
     backends: Backends
     mesh: Mesh | None
     expert_parallel: bool
+    draft_size: int  # devices that share the drafter's weights
 
     def config_of(self, config: DecoderConfig) -> DecoderConfig:
         """Return the config of the target, whole."""
         return partition.by_experts(config) if self.expert_parallel else config
+
+    def network_of(self, network: Any) -> Any:
+        """Return the config of a drafter's network, whole."""
+        if self.draft_size == 1:
+            return network
+        return partition.of_draft(
+            lambda config: self.config_of(config) if config.has_experts else config, network
+        )
+
+    def rules_of(self, network: Any) -> dict[partition.Path, partition.Rule]:
+        """Return the rules of the weights of a drafter's network."""
+        return partition.draft_rules(self.network_of(network), self.draft_size)
+
+    def placements_of(self, network: Any) -> Placements | None:
+        """Return the placements of these weights."""
+        return partition.placements(self.rules_of(network), self.mesh)
 
 
 def outline(
@@ -141,7 +157,7 @@ def outline(
 ) -> Outline:
     """Return a target with its drafter before weights are loaded: a config.json is enough.
 
-    ``mesh`` has the devices among which the target is split; each of them has the drafter. None
+    ``mesh`` has the devices among which the target is split, and the drafter if it says so; None
     for one device. With ``expert_parallel`` they have some experts each. Other arguments are those
     of ``jspec.LLM``.
     """
@@ -163,11 +179,12 @@ def outline(
         backends=backends,
         mesh=mesh,
         expert_parallel=expert_parallel,
+        draft_size=1 if mesh is None else speculative.draft_tensor_parallel_size,
     )
     # Raises if it cannot be split so.
     partition.split(settings.config_of(target.config), mesh_lib.size_of(mesh))
     part = _open(speculative, target.config, settings)
-    drafted, shapes = _load(part, target, draft_dtype, loading.outline)
+    drafted, shapes = _load(part, target, settings, _outlined)
     plan = _plan(drafted, target.config, deterministic, backends)
     return Outline(target, max_model_len, plan, Params(target.params, shapes), part, settings)
 
@@ -205,6 +222,24 @@ class _Part:
             return tuple(part.networks(backends) for part in self.parts)
         return backends.attending(DRAFT_KEY, self.speculative.attention_backend, self.network)
 
+    def split(self, settings: _Settings) -> "_Part":
+        """Return the part with its network in parts for the devices that share its weights."""
+        if self.parts:
+            return dataclasses.replace(self, parts=tuple(x.split(settings) for x in self.parts))
+        whole = settings.network_of(self.network)
+        network = partition.split_draft(whole, settings.draft_size)
+        return dataclasses.replace(self, network=network)
+
+    def placed(self, weights: Any, settings: _Settings) -> Any:
+        """Return the weights on their devices."""
+        if self.parts:
+            pairs = zip(self.parts, weights, strict=True)
+            return tuple(part.placed(x, settings) for part, x in pairs)
+        rules = settings.rules_of(self.network)
+        if self.vocabulary:
+            rules = {("model", *path): rule for path, rule in rules.items()}
+        return partition.placed(weights, rules, settings.mesh)
+
 
 def _open(speculative: SpeculativeConfig, target: DecoderConfig, settings: _Settings) -> _Part:
     """Read the sizes of the drafter's network and check that it fits the target."""
@@ -240,29 +275,30 @@ def _open(speculative: SpeculativeConfig, target: DecoderConfig, settings: _Sett
 def _load_head(
     head: str | os.PathLike | LoadedHead, target: DecoderConfig, kind: str, settings: _Settings
 ) -> LoadedHead:
-    """Load a head onto every device."""
+    """Load a head onto its devices."""
     loaded = loading.load_head(
         head,
         target,
         kind=kind,
         dtype=settings.draft_dtype,
-        placements=partition.placements({}, settings.mesh),
+        placements=settings.placements_of,
     )
     if loaded is head:
-        params = partition.placed(head.params, {}, settings.mesh)
+        rules = settings.rules_of(head.config)
+        params = partition.placed(head.params, rules, settings.mesh)
         loaded = dataclasses.replace(head, params=params)
     return loaded
 
 
 def _load(
-    part: _Part, target: LoadedModel, dtype: str | None, load: Callable[..., LoadedModel]
+    part: _Part, target: LoadedModel, settings: _Settings, load: Callable[..., LoadedModel]
 ) -> tuple[_Part, Any]:
     """Load the network of a part; return the part with the loaded sizes, and the weights.
 
-    ``load`` is ``loading.load``, or ``loading.outline`` for shapes of weights.
+    ``load`` is ``loading.load``, or ``_outlined`` for shapes of weights.
     """
     if part.parts:
-        pairs = [_load(each, target, dtype, load) for each in part.parts]
+        pairs = [_load(each, target, settings, load) for each in part.parts]
         parts, weights = zip(*pairs, strict=True)
         return dataclasses.replace(part, parts=parts), weights
     if part.head:
@@ -270,11 +306,18 @@ def _load(
         return dataclasses.replace(part, network=head.config, head=head), head.params
     if not part.speculative.needs_model:
         return part, None
-    draft = load(part.speculative.model, dtype)
+    placements = settings.placements_of(part.network)
+    draft = load(part.speculative.model, settings.draft_dtype, placements)
     weights = draft.params
     if part.vocabulary:
         weights = part.vocabulary.translating(weights, target.config.vocab_size)
     return dataclasses.replace(part, network=draft.config), weights
+
+
+def _outlined(model: Any, dtype: str | None, placements: Placements | None) -> LoadedModel:
+    """Return ``loading.outline``."""
+    del placements
+    return loading.outline(model, dtype)
 
 
 def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from jspec.api import config, engine_args, metrics, prompts
 from jspec.api.backends import Backends
 from jspec.api.build import Build, build_plan
+from jspec.api.config import SpeculativeConfig
 from jspec.api.engine_args import EngineArgs
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
@@ -81,7 +82,8 @@ class LLM:
       sampling_backend: form of the rules "standard" and "block" on drawn drafts: "xla",
         "pallas_gpu" or "pallas_tpu"; None for "xla".
       tensor_parallel_size: devices that the target is split among: its heads, the widths of its
-        MLPs and its vocabulary. Each of them has the whole drafter. Texts do not depend on it.
+        MLPs and its vocabulary. ``draft_tensor_parallel_size`` in ``speculative_config`` splits
+        the drafter too; else each of them has all of it. Texts do not depend on either.
       data_parallel_size: engines side by side that share the requests, each with the model on
         ``tensor_parallel_size`` devices of its own. ``max_num_seqs`` and the settings of the KV
         cache are those of each engine. Texts do not depend on it.
@@ -104,6 +106,7 @@ class LLM:
     ):
         args = engine_args.of("LLM", {**unknown, "speculative_config": speculative_config})
         speculative = config.read(args.speculative_config)
+        speculative.check_tensor_parallel(args.tensor_parallel_size)
         logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
         self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
@@ -122,7 +125,7 @@ class LLM:
             ),
             mesh=meshes[0] if args.tensor_parallel_size > 1 else None,
             expert_parallel=args.enable_expert_parallel,
-            check=functools.partial(_check_memory, args, self.max_num_seqs),
+            check=functools.partial(_check_memory, args, speculative, self.max_num_seqs),
         )
         self.detailed = args.per_request_stats == "detailed"
         self.max_model_len = build.max_model_len
@@ -360,7 +363,13 @@ class LLM:
             self.runtime.leave(batch)
 
 
-def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Params) -> MemoryPlan:
+def _check_memory(
+    args: EngineArgs,
+    speculative: SpeculativeConfig,
+    max_num_seqs: int,
+    plan: Plan,
+    params: Params,
+) -> MemoryPlan:
     """Log and return the memory plan; raise ValueError if the device has too little memory.
 
     A ``max_model_len`` that was given must fit. Of the model's own limit, a page must.
@@ -375,6 +384,7 @@ def _check_memory(args: EngineArgs, max_num_seqs: int, plan: Plan, params: Param
         max_model_len=plan.target.max_positions if limit is None else limit,
         longest=limit,
         tensor_parallel_size=args.tensor_parallel_size,
+        draft_tensor_parallel_size=speculative.draft_tensor_parallel_size,
     )
     _log.info("%s", planned)
     if planned.least > planned.memory:  # The pool refuses a setting that leaves it no page.

@@ -14,12 +14,12 @@ import numpy as np
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import head_files, mask_token
+from jspec.checkpoints.heads.base import PlacementsOf
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.core import trees
 from jspec.core.types import Array
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads.network import SharingSizes
-from jspec.sharding.placement import Placements
 from jspec.util.messages import shown
 from jspec.util.promotion import standard_promotion
 
@@ -135,13 +135,13 @@ def load_head(
     *,
     kind: str | None = None,
     dtype: str | None = None,
-    placements: Placements | None = None,
+    placements: PlacementsOf | None = None,
 ) -> LoadedHead:
     """Load a draft head for ``target``; return a loaded one as it is.
 
-    ``kind`` is the required method, such as "eagle3"; None for any. ``placements`` are those of
-    its arrays. A head that cannot be read, is of another method or was made for another target
-    raises ValueError.
+    ``kind`` is the required method, such as "eagle3"; None for any. ``placements`` returns those of
+    its arrays by its config. A head that cannot be read, is of another method or was made for
+    another target raises ValueError.
     """
     if not isinstance(head, LoadedHead):
         return head_files.load_head(

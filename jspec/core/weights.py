@@ -48,9 +48,9 @@ class Weight(abc.ABC):
         """Return a matrix of a stack, whose arrays all have the stack on axis 0."""
         return jax.tree.map(lambda x: x[index], self)
 
-    def columns_from(self, first: int) -> "Array | Weight":
-        """Return the output columns [I, O - first] of a matrix."""
-        return self.array()[:, first:]
+    def columns_from(self, first: int, parts: int) -> "Array | Weight":
+        """See ``columns_from``."""
+        return columns_from(self.array(), first, parts)
 
 
 @struct.dataclass
@@ -80,9 +80,10 @@ class Transposed(Weight):
         """See ``linear``."""
         return linear(x, self.stored, transposed=not transposed)
 
-    def columns_from(self, first: int) -> "Transposed":
-        """See ``Weight``."""
-        return Transposed(self.stored[first:])
+    def columns_from(self, first: int, parts: int) -> "Transposed":
+        """See ``columns_from``."""
+        apart = self.stored.reshape(parts, -1, self.stored.shape[1])
+        return Transposed(apart[:, first:].reshape(-1, self.stored.shape[1]))
 
 
 def as_array(weight: Array | Weight) -> Array:
@@ -100,9 +101,14 @@ def matrix_of(stack: Array | Weight, index: Array) -> Array | Weight:
     return stack.matrix(index) if isinstance(stack, Weight) else stack[index]
 
 
-def columns_from(weight: Array | Weight, first: int) -> Array | Weight:
-    """Return the output columns [I, O - first] of a weight [I, O], from column ``first`` on."""
-    return weight.columns_from(first) if isinstance(weight, Weight) else weight[:, first:]
+def columns_from(weight: Array | Weight, first: int, parts: int = 1) -> Array | Weight:
+    """Return the output columns of a weight [I, O] from column ``first`` of each of its parts on.
+
+    The O columns are in so many parts; the result is [I, O - parts * first].
+    """
+    if isinstance(weight, Weight):
+        return weight.columns_from(first, parts)
+    return weight.reshape(len(weight), parts, -1)[:, :, first:].reshape(len(weight), -1)
 
 
 def linear(x: Array, w: Array | Weight, *, transposed: bool = False) -> Array:

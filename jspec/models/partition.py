@@ -1,11 +1,12 @@
 """Tensor parallelism of a decoder: its config and its weights in parts, and where each part goes.
 
 Each device has some of the heads, some of the width of every MLP, and some of the vocabulary
-(Megatron-LM, arXiv 1909.08053, section 3). ``Tensor.divided`` says it for every kind of block.
+(Megatron-LM, arXiv 1909.08053, section 3). ``Tensor.divided`` says it for every kind of block, and
+``divided`` of a draft head's config for its other matrices.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jspec.models import layouts
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.tensors import Tensor
 from jspec.models.decoder import DecoderConfig, Layer
-from jspec.sharding import TENSOR
+from jspec.sharding import COLUMNS, ROWS, TENSOR
 from jspec.sharding.placement import Placement, Placements
 
 Path = tuple[str | int, ...]
@@ -86,12 +87,58 @@ def rules(config: DecoderConfig, ways: int) -> dict[Path, Rule]:
     """
     result = {}
     if config.vocab_size % ways == 0:
-        embedding, head = PartitionSpec(TENSOR), PartitionSpec(None, TENSOR)
-        result = {("embedding",): Rule(embedding), ("head",): Rule(head)}
+        result = {("embedding",): Rule(ROWS), ("head",): Rule(COLUMNS)}
     for path, tensor in _tensors(config):
         if tensor.divided:
             before = len(tensor.shapes[0]) + bool(tensor.stack) + tensor.divided_axis
             result[path] = Rule(PartitionSpec(*[None] * before, TENSOR), tensor.parts(ways))
+    return result
+
+
+def of_draft(change: Callable[[DecoderConfig], DecoderConfig], config: Any) -> Any:
+    """Apply ``change`` to a draft model's config, or to the layers in that of a head, if any."""
+    if isinstance(config, DecoderConfig):
+        return change(config)
+    network = None if config is None else vars(config).get("network")
+    return config if network is None else dataclasses.replace(config, network=change(network))
+
+
+def split_draft(config: Any, ways: int) -> Any:
+    """Return the config of a draft model or head whose weights are in parts; see ``split``.
+
+    Raises:
+      ValueError: the heads or the widths cannot be divided so.
+    """
+    try:
+        return of_draft(lambda network: split(network, ways), config)
+    except ValueError:
+        raise ValueError(
+            f"draft_tensor_parallel_size={ways} does not divide the heads and MLPs of the draft "
+            "network; set it to 1, so that every device has all of it."
+        ) from None
+
+
+def draft_rules(config: Any, ways: int) -> dict[Path, Rule]:
+    """Return ``rules`` of a draft model or a head; the weights are those of ``split_draft``.
+
+    A path without indices stands for all of them. What devices do not divide evenly stays whole.
+
+    Raises:
+      ValueError: as of ``split_draft``.
+    """
+    if ways == 1 or config is None:
+        return {}
+    split_draft(config, ways)
+    if isinstance(config, DecoderConfig):
+        return rules(config, ways)
+    result: dict[Path, Rule] = {
+        tuple(name.split(".")): Rule(spec)
+        for name, (spec, size) in config.divided.items()
+        if size % ways == 0
+    }
+    if vars(config).get("network") is not None:
+        layers = rules(config.network, ways).items()
+        result |= {(*config.before_layers, *path): x for path, x in layers if "layers" in path}
     return result
 
 
@@ -109,7 +156,8 @@ def placements(rules: Mapping[Path, Rule], mesh: Mesh | None) -> Placements | No
         layout = layouts.of(device.device_kind, path) if has_layouts else None
         if mesh is None:
             return Placement(SingleDeviceSharding(device), layout=layout)
-        spec, order = rules.get(path, Rule())
+        names = tuple(key for key in path if isinstance(key, str))
+        spec, order = rules.get(path) or rules.get(names) or Rule()
         return Placement(NamedSharding(mesh, spec), order, layout)
 
     return placement

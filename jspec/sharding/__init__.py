@@ -14,6 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 TENSOR = "tensor"  # the axis of the mesh
+# Divisions of a matrix [inputs, outputs] or a table [V, D]; of a vector, devices have rows.
+ROWS, COLUMNS = PartitionSpec(TENSOR), PartitionSpec(None, TENSOR)
 
 
 def num_shards() -> int:
@@ -70,6 +72,17 @@ def over_heads(function: Callable[..., jax.Array], *, is_split: bool) -> Callabl
         return each(*arrays)
 
     return run
+
+
+def undivided(x: jax.Array) -> jax.Array:
+    """Keep the last axis of a value whole on every device, inside a program.
+
+    XLA would divide what is multiplied with a matrix of divided rows, back to where it comes from.
+    """
+    if num_shards() == 1:
+        return x
+    others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return lax.with_sharding_constraint(x, PartitionSpec(*others, None))
 
 
 def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -> Any:

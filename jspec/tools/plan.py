@@ -144,6 +144,7 @@ def plan(
     context = min(_CONTEXT, outline.max_model_len) if context is None else context
     depth, ways = outline.plan.drafter.max_depth, count * chip.devices
     _check(num_seqs, context, outline.max_model_len, acceptance_length, depth)
+    speculative.check_tensor_parallel(ways)
     check_heads(outline.model.config, ways)
     share = chip.share if memory_share is None else memory_share
     each = int(share * chip.memory * 2**30 / chip.devices)
@@ -155,6 +156,7 @@ def plan(
         max_model_len=outline.max_model_len,
         longest=max_model_len,
         tensor_parallel_size=ways,
+        draft_tensor_parallel_size=speculative.draft_tensor_parallel_size,
     )
     memory = planned(outline.plan, outline.params)
     plain = Plan(outline.plan.target, NoDrafter())

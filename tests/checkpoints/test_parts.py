@@ -1,10 +1,6 @@
 """Weights that several devices share: each part of a file is read once, and the parts are all."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.families.names import Entry
-from tests import house, llm_fixtures
+from tests import eight_devices, llm_fixtures
 
 RNG = np.random.default_rng(0)
 ENTRIES = {
@@ -128,17 +124,7 @@ def printed(root, tmp_path_factory):
     llm_fixtures.write_eagle3_head(head)
     test_gguf.write(gguf)
     target = llm_fixtures.checkpoints(root)["target"]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoints.loaded_on_a_mesh", target, head, gguf],
-        cwd=house.ROOT,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith(("{", "["))]
+    return eight_devices.printed("tests.checkpoints.loaded_on_a_mesh", target, head, gguf)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])

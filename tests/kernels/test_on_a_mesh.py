@@ -2,13 +2,13 @@
 
 import pytest
 
+from tests import eight_devices
 from tests.kernels import on_a_mesh
-from tests.test_several_devices import printed
 
 
 @pytest.fixture(scope="module")
 def lines():
-    return printed(module="tests.kernels.on_a_mesh")
+    return eight_devices.printed("tests.kernels.on_a_mesh")
 
 
 def test_a_kernel_on_the_heads_of_each_device_is_the_attention_of_one_device(lines):

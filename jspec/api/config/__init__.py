@@ -50,6 +50,7 @@ class SpeculativeConfig:
       parts: the two configs of "hybrid".
       lengths: the K's to choose from, ascending; () for one K in all rounds.
       batch_sizes: (least, most, K); () to choose by expected goodput.
+      draft_tensor_parallel_size: devices that share the drafter's weights; 1 to have them on each.
     """
 
     method: str = methods.NONE
@@ -63,6 +64,18 @@ class SpeculativeConfig:
     parts: tuple["SpeculativeConfig", ...] = ()
     lengths: tuple[int, ...] = ()
     batch_sizes: tuple[tuple[int, int, int], ...] = ()
+    draft_tensor_parallel_size: int = 1
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise ValueError if the target has another ``tensor_parallel_size`` than the drafter.
+
+        A drafter may also be whole on every device.
+        """
+        if self.draft_tensor_parallel_size not in (1, size):
+            raise ValueError(
+                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} cannot be other "
+                f"value than 1 or the target's tensor_parallel_size={size}; change one of them."
+            )
 
     @property
     def needs_model(self) -> bool:
@@ -134,7 +147,11 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
     if custom_class.is_custom(given):
         drafter = custom_class.find(given.get("model"))
         settings = custom_class.settings(drafter, given)
-        _check_tensor_parallel(values["draft_tensor_parallel_size"])
+        if _tensor_parallel(values) > 1:
+            raise ValueError(
+                f"draft_tensor_parallel_size={values['draft_tensor_parallel_size']} is for "
+                "networks of jspec; leave it out, and every device has the weights of your class."
+            )
         return SpeculativeConfig(
             method=CUSTOM_CLASS,
             rule=rules.asked_for(values),
@@ -150,7 +167,6 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
         parallel = None
     fields = _fields(method, parallel)
     _check_used(method, fields, values)
-    _check_tensor_parallel(values["draft_tensor_parallel_size"])
     if method == HYBRID:
         return _read_hybrid(values)
     settings = _settings(method, parallel, values)
@@ -164,6 +180,7 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
         attention_backend=values["attention_backend"],
         settings=settings,
         parallel=parallel,
+        draft_tensor_parallel_size=_tensor_parallel(values),
         **checking.lengths(values),
     )
 
@@ -185,6 +202,7 @@ def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
         rule=rules.asked_for(values),
         settings={} if values["combine"] is None else {"combine": values["combine"]},
         parts=tuple(_read_part(index, part) for index, part in enumerate(parts)),
+        draft_tensor_parallel_size=_tensor_parallel(values),
     )
 
 
@@ -198,6 +216,11 @@ def _read_part(index: int, given: Any) -> SpeculativeConfig:
         raise ValueError(f"parts[{index}]: {error}") from None
     if part.method == methods.NONE:
         raise ValueError(no_part(index, methods.NONE))
+    if part.draft_tensor_parallel_size > 1:
+        raise ValueError(
+            f"parts[{index}] has draft_tensor_parallel_size={part.draft_tensor_parallel_size}; "
+            "give it beside 'parts'."
+        )
     misplaced = next((name for name in _RULE_KEYS if given.get(name) is not None), None)
     if misplaced is not None:
         raise ValueError(
@@ -262,12 +285,9 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
             )
 
 
-def _check_tensor_parallel(size: Any) -> None:
-    if size not in (None, 1) or isinstance(size, bool):
-        raise ValueError(
-            f"speculative_draft_tensor_parallel_size={shown(size)} cannot be other value than 1: "
-            "every device has the drafter."
-        )
+def _tensor_parallel(values: Mapping[str, Any]) -> int:
+    name = "draft_tensor_parallel_size"
+    return checking.at_least_one(name, values[name]) or 1
 
 
 def _check_model(method: str, model: Any) -> None:

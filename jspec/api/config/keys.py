@@ -73,7 +73,8 @@ _WORKS = {
     "draft_sample_method": "'probabilistic' (the default in jspec: drafts are sampled, with their "
     "distribution recorded) or 'greedy'; for trees also 'top_plus_one' (the likeliest children "
     "and one sample; not in vLLM)",
-    "draft_tensor_parallel_size": "1: every device has the drafter; other values raise",
+    "draft_tensor_parallel_size": "1: every device has the whole drafter; or the target's "
+    "`tensor_parallel_size`: each has a part of its heads, widths and vocabulary",
     "attention_backend": "form of the drafter's attention: 'xla', 'pallas_gpu', 'pallas_tpu' or "
     "'reference'; the device's default if left out",
     "max_model_len": "longest sequence to draft for, within the limits of both models; later "

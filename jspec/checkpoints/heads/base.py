@@ -17,6 +17,7 @@ from jspec.sharding.placement import Placements
 
 Tensors = Mapping[str, np.ndarray]
 Sniff = Callable[[dict, Tensors], tuple[str, str] | None]
+PlacementsOf = Callable[[Any], Placements | None]  # by the config of a head
 Reduce = Callable[[Any, Tensors, Tensors], tuple[Tensors, np.ndarray | None]]
 
 _BESIDE = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -124,25 +125,26 @@ class HeadFormat:
         target: DecoderConfig,
         layout: str,
         dtype: Any,
-        placements: Placements | None = None,
+        placements: PlacementsOf | None = None,
     ) -> tuple[Any, Any]:
         """Return the config and the params of a head; None as dtype keeps that of the file.
 
-        ``placements`` are those of its arrays; None for one device.
+        ``placements`` returns those of its arrays; None for one device.
         """
         config = self.read_config(raw, tensors, target, layout)
+        of_arrays = placements and placements(config)
         selected = self.select(raw, tensors, config)
         entries = self.layout(layout, config).table(config)
         model_files.check_fit("the file", entries, selected)
         selected, draft_to_target = self.reduce(config, tensors, selected)
         dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)
-        if placements is None:
+        if of_arrays is None:
             arrays = [jnp.asarray(entry.join(selected, dtype)) for entry in entries]
         else:
-            arrays = [entry.read(selected, dtype, placements(entry.path)) for entry in entries]
+            arrays = [entry.read(selected, dtype, of_arrays(entry.path)) for entry in entries]
         ids = draft_to_target
         if ids is not None:
-            ids = placements(("draft_to_target",)).put(ids) if placements else jnp.asarray(ids)
+            ids = of_arrays(("draft_to_target",)).put(ids) if of_arrays else jnp.asarray(ids)
         return _with_precision(config, dtype), self.assemble(config, nest(entries, arrays), ids)
 
 

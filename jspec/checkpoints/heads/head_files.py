@@ -16,9 +16,8 @@ import numpy as np
 from jspec.checkpoints.files import model_files, safetensors_files, torch_files
 from jspec.checkpoints.files.model_files import PathLike
 from jspec.checkpoints.heads import base, eagle, head_formats
-from jspec.checkpoints.heads.base import HeadConfig, HeadFormat
+from jspec.checkpoints.heads.base import HeadConfig, HeadFormat, PlacementsOf
 from jspec.models.decoder import DecoderConfig
-from jspec.sharding.placement import Placements
 from jspec.util import staging
 from jspec.util.messages import printable
 
@@ -100,7 +99,7 @@ def load_head(
     *,
     kind: str | None = None,
     dtype: Any = None,
-    placements: Placements | None = None,
+    placements: PlacementsOf | None = None,
 ) -> LoadedHead:
     """Load a draft head for a target.
 
@@ -110,7 +109,7 @@ def load_head(
         config.json states them.
       kind: the method it must be of; None for any.
       dtype: float32, bfloat16 or float16; None keeps that of the file.
-      placements: of its arrays; None for one device.
+      placements: returns those of its arrays by its config; None for one device.
 
     Raises:
       ValueError: it is no head or of another kind, was made for another target, has a setting that

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec import sharding
 from jspec.core.packing import Packing
 from jspec.core.types import Array
 
@@ -38,6 +39,11 @@ def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array
     """Return ``x @ weight + bias`` in the dtype of ``linear``; None for no bias."""
     out = linear(x, weight)
     return out if bias is None else out + bias.astype(out.dtype)
+
+
+def by_rows(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:
+    """Return ``affine`` by a weight of a head, whose rows several devices may divide."""
+    return affine(sharding.undivided(x), weight, bias, linear)
 
 
 def rows_at(x: Array, index: Array | None) -> Array:

@@ -143,14 +143,17 @@ class Attention(Mixer):
         self, params: "AttentionParams", x: Array, rotation: tuple[Array, Array], linear: Linear
     ) -> AttentionKV:
         """Return the cache entry [B, Hkv, T, head_dim] of x [B, T, D], given cosines and sines."""
-        queries = self.qkv_sizes[0]
-        bias = None if params.qkv_bias is None else params.qkv_bias[queries:]
-        both = affine(x, columns_from(params.qkv, queries), bias, linear)
-        k, v = jnp.split(both.reshape(*x.shape[:-1], -1, self.head_dim), 2, axis=2)
+        parts, bias = self.column_parts, params.qkv_bias
+        queries = self.qkv_sizes[0] // parts
+        if bias is not None:
+            bias = bias.reshape(parts, -1)[:, queries:].reshape(-1)
+        both = affine(x, columns_from(params.qkv, queries, parts), bias, linear)
+        apart = both.reshape(*x.shape[:-1], parts, 2, -1, self.head_dim)
+        k, v = (apart[:, :, :, i].reshape(*x.shape[:-1], -1, self.head_dim) for i in (0, 1))
         if self.qk_norm:
             k = self.qk_norm(k, params.k_norm)
         k = rope_lib.rotate(k, *rotation)
-        return AttentionKV(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return AttentionKV(k.swapaxes(1, 2), v.swapaxes(1, 2), is_divided=parts > 1)
 
 
 @struct.dataclass

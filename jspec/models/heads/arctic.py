@@ -19,7 +19,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models.blocks.arithmetic import Linear
+from jspec.models.blocks.arithmetic import Linear, by_rows
 from jspec.models.heads import mlp_speculator
 from jspec.models.heads.mlp_speculator import NormParams, SpeculatorConfig, activate, init_norm
 
@@ -92,7 +92,8 @@ def step(
     embedded = [ops.look_up(table, tokens).astype(jnp.float32) for table in params.embeddings]
     embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
     projection = params.projections[min(stage, 1)]
-    mixed = linear(state.hidden, projection) + config.embedding_scale * embedded
+    mixed = by_rows(state.hidden, projection, None, linear)
+    mixed = mixed + config.embedding_scale * embedded
     *gates, candidate = jnp.split(mixed, len(GATES), -1)
     forget, write, output = map(jax.nn.sigmoid, gates)
     cell = state.cell * forget + activate(candidate, params.cell_norm) * write

@@ -32,13 +32,14 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV, dtype_of
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import Linear, normal
+from jspec.models.blocks.arithmetic import Linear, by_rows, normal
 from jspec.models.blocks.attend import Attend
 from jspec.models.blocks.block import rotations_of
 from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import dspark, network
 from jspec.models.heads.dspark import SparkConfig, SparkParams
-from jspec.models.heads.network import SharingSizes, embed
+from jspec.models.heads.network import Divided, SharingSizes, embed
+from jspec.sharding import COLUMNS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,15 @@ class DFlashConfig(SharingSizes):
         """Return the number of slots of a block that drafts ``depth`` tokens."""
         return depth if self.from_anchor else depth + 1
 
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``."""
+        return super().divided | {
+            "fc": (ROWS, self.fc_inputs),
+            "spark.before": (ROWS, self.target_vocab_size),
+            "spark.bias": (COLUMNS, self.vocab_size),
+        }
+
 
 @struct.dataclass
 class DFlashParams:
@@ -130,7 +140,7 @@ def fuse(
     """Return context [..., D] of the target's hidden states, [..., D_target] per captured layer."""
     dtype = config.network.activation_dtype
     joined = jnp.concatenate([x.astype(dtype) for x in features], -1)
-    fused = linear(joined, params.fc).astype(dtype)
+    fused = by_rows(joined, params.fc, None, linear).astype(dtype)
     return config.network.norm(fused, params.hidden_norm)
 
 

@@ -36,12 +36,13 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import Linear, affine, normal
+from jspec.models.blocks.arithmetic import Linear, by_rows, normal
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import Pass, rotations_of
 from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import network
-from jspec.models.heads.network import SharingSizes
+from jspec.models.heads.network import Divided, SharingSizes
+from jspec.sharding import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,11 @@ class EagleConfig(SharingSizes):
         if self.generation == 1:
             return 2 * self.hidden_size
         return len(self.capture_layers) * self.target_hidden_size
+
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``."""
+        return super().divided | {"fc": (ROWS, self.fc_inputs)}
 
 
 @struct.dataclass
@@ -159,7 +165,7 @@ def fuse(
     joined = apart.reshape(*apart.shape[:-2], -1)
     if params.input_norm is not None:
         joined = norm(joined, params.input_norm)
-    return affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
+    return by_rows(joined, params.fc, params.fc_bias, linear).astype(dtype)
 
 
 def mask_feature(params: EagleParams, config: EagleConfig, *, linear: Linear = ops.linear) -> Array:
@@ -203,7 +209,7 @@ def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Arr
     joined = jnp.concatenate([e, f], -1)
     if config.generation == 3:
         return (f if config.norm_before_residual else features), joined
-    x = affine(joined, params.fc, params.fc_bias, linear).astype(features.dtype)
+    x = by_rows(joined, params.fc, params.fc_bias, linear).astype(features.dtype)
     return x, x
 
 

@@ -13,6 +13,7 @@ all positions. Its normed output replaces h. Drafter: ``jspec.drafters.hydra``.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,13 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.types import Array
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import Linear, affine, normal
+from jspec.models.blocks.arithmetic import Linear, affine, by_rows, normal
 from jspec.models.blocks.attend import attention_over
 from jspec.models.decoder import DecoderConfig, LayerParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
-from jspec.models.heads.network import check_sizes
+from jspec.models.heads.network import Divided, check_sizes
+from jspec.sharding import COLUMNS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class HydraConfig:
     output_bias: bool = True
     network: DecoderConfig | None = None  # the prefix layer, one block; None for none
     activation_dtype: str = "float32"  # dtype of the residual stream
+    before_layers: ClassVar[tuple[str, ...]] = ("prefix",)  # see ``NetworkSizes``
 
     def __post_init__(self):
         check_sizes(self, "num_heads", "num_layers", "hidden_size", "vocab_size")
@@ -62,6 +65,17 @@ class HydraConfig:
     def separate_blocks(self) -> int:
         """Number of blocks of a head with their own weights."""
         return 2 if self.tie_blocks else self.num_layers
+
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``."""
+        return {
+            "joining.weight": (ROWS, self.hidden_size),
+            "joining.residual": (ROWS, self.hidden_size),
+            "blocks.weight": (ROWS, self.hidden_size),
+            "outputs": (COLUMNS, self.vocab_size),
+            "output_biases": (ROWS, self.vocab_size),
+        }
 
 
 @struct.dataclass
@@ -157,8 +171,8 @@ def step(
     """
     state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
     joining, later = params.joining[head], params.blocks[head]
-    residual = affine(state, joining.residual, joining.residual_bias, linear)
-    x = residual + jax.nn.silu(affine(state, joining.weight, joining.bias, linear))
+    residual = by_rows(state, joining.residual, joining.residual_bias, linear)
+    x = residual + jax.nn.silu(by_rows(state, joining.weight, joining.bias, linear))
     if config.tie_blocks:
         later = later * (config.num_layers - 1)
     return state, medusa.stream(later, x.astype(state.dtype), linear)

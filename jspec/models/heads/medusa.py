@@ -17,8 +17,9 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array, Target
-from jspec.models.blocks.arithmetic import Linear, affine, normal
-from jspec.models.heads.network import check_sizes
+from jspec.models.blocks.arithmetic import Linear, by_rows, normal
+from jspec.models.heads.network import Divided, check_sizes
+from jspec.sharding import COLUMNS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,14 @@ class MedusaConfig:
     def reduced(self) -> bool:
         """True if the draft vocabulary is a part of the target's."""
         return self.vocab_size != self.target_vocab_size
+
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``."""
+        return {
+            "blocks.weight": (ROWS, self.hidden_size),
+            "outputs": (COLUMNS, self.vocab_size),
+        }
 
 
 @struct.dataclass
@@ -103,5 +112,5 @@ def heads(
 def stream(blocks: tuple[BlockParams, ...], x: Array, linear: Linear) -> Array:
     """Return the input [..., D] of a head's output matrix for hidden states x [..., D]."""
     for block in blocks:
-        x = x + jax.nn.silu(affine(x, block.weight, block.bias, linear)).astype(x.dtype)
+        x = x + jax.nn.silu(by_rows(x, block.weight, block.bias, linear)).astype(x.dtype)
     return x

@@ -24,9 +24,10 @@ from flax import struct
 
 from jspec import ops
 from jspec.core.types import Array
-from jspec.models.blocks.arithmetic import Linear
+from jspec.models.blocks.arithmetic import Linear, by_rows
 from jspec.models.blocks.norms import rms_norm
-from jspec.models.heads.network import check_sizes
+from jspec.models.heads.network import Divided, check_sizes
+from jspec.sharding import COLUMNS, ROWS
 
 EPS = 1e-6  # epsilon of every norm; checkpoints do not contain it
 
@@ -56,6 +57,17 @@ class SpeculatorConfig:
         """e / w: at the last stage, the state weighs as much as all embeddings together."""
         state_weight = 0.5 ** (0.5 / self.n_predict)
         return math.sqrt((1 - state_weight**2) * self.inner_dim / 2) / state_weight
+
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``; an LSTM has one ``head``."""
+        columns = COLUMNS, self.vocab_size
+        return {
+            "embeddings": (ROWS, self.vocab_size),
+            "projections": (ROWS, math.gcd(self.hidden_size, self.inner_dim)),
+            "heads": columns,
+            "head": columns,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +162,8 @@ def step(
     """
     of_stage = lambda part: part[min(stage, len(part) - 1)]
     embedded = ops.look_up(of_stage(params.embeddings), tokens).astype(jnp.float32)
-    mixed = linear(state, of_stage(params.projections)) + config.embedding_scale * embedded
+    mixed = by_rows(state, of_stage(params.projections), None, linear)
+    mixed = mixed + config.embedding_scale * embedded
     state = activate(mixed, of_stage(params.norms)).astype(config.activation_dtype)
     return state, state
 

@@ -32,11 +32,12 @@ from jspec.core import kv_cache, trees
 from jspec.core.entries import Entry
 from jspec.core.types import Array, Target
 from jspec.models import decoder
-from jspec.models.blocks.arithmetic import Linear, normal
+from jspec.models.blocks.arithmetic import Linear, by_rows, normal
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import Pass, rotations_of
 from jspec.models.decoder import DecoderConfig, LayerParams
-from jspec.models.heads.network import NetworkSizes
+from jspec.models.heads.network import Divided, NetworkSizes
+from jspec.sharding import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,11 @@ class MtpConfig(NetworkSizes):
     def target_vocab_size(self) -> int:
         """V."""
         return self.network.vocab_size
+
+    @property
+    def divided(self) -> Divided:
+        """See ``Divided``."""
+        return {"modules.projection": (ROWS, 2 * self.hidden_size)}
 
 
 @struct.dataclass
@@ -116,7 +122,8 @@ def run(
     e = network.norm(embedded, weights.embedding_norm)
     f = network.norm(features, weights.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
-    x = linear(jnp.concatenate(pair, -1), weights.projection).astype(features.dtype)
+    x = by_rows(jnp.concatenate(pair, -1), weights.projection, None, linear)
+    x = x.astype(features.dtype)
     layer = network.layers[module]
     shared = Pass(attend, rotations_of([layer.mixer], positions), linear)
     x = decoder.apply_layer(layer, params.layers[module], x, shared, 0, rows)

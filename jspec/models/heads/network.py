@@ -1,13 +1,19 @@
 """Shared code of heads: sizes, their checks, and matrices that may be the target's."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jspec import ops
 from jspec.core.types import Array, Target
 from jspec.models.blocks.arithmetic import normal
 from jspec.models.decoder import DecoderConfig
+from jspec.sharding import COLUMNS, ROWS
+
+# How several devices divide the arrays of a head beside its layers: by the names that lead to an
+# array, the division, and the size of the axis. Other arrays are whole on every device.
+Divided = dict[str, tuple[PartitionSpec, int]]
 
 
 class NetworkSizes:
@@ -15,6 +21,7 @@ class NetworkSizes:
 
     network: DecoderConfig
     target_vocab_size: int
+    before_layers: ClassVar[tuple[str, ...]] = ()  # names that lead to the layers in the weights
 
     @property
     def vocab_size(self) -> int:
@@ -38,6 +45,11 @@ class SharingSizes(NetworkSizes):
     target_hidden_size: int
     separate_embedding: bool
     separate_head: bool
+
+    @property
+    def divided(self) -> Divided:
+        """Divisions of the matrices that may be the target's."""
+        return {"embedding": (ROWS, self.target_vocab_size), "head": (COLUMNS, self.vocab_size)}
 
     def check_sharing(self) -> None:
         """Refuse a head whose sizes differ from those of a matrix that it shares.

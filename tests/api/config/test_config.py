@@ -486,8 +486,8 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
             "'draft_tensor_parallel_size' instead.",
         ),
         (
-            DRAFT | {"draft_tensor_parallel_size": 2},
-            "speculative_draft_tensor_parallel_size=2 cannot be other value than 1: every",
+            DRAFT | {"draft_tensor_parallel_size": 0},
+            "draft_tensor_parallel_size=0 must be a whole number of at least 1.",
         ),
         (
             DRAFT | {"prompt_lookup_max": 3},
