@@ -41,8 +41,8 @@ test-all: $(VENV)/.test  ## what a release needs: all tests, slow ones and all o
 	@start=$$(date +%s); $(BIN)/pytest -q -n 2 --dist loadfile && $(MAKE) --no-print-directory fuzz && \
 	  echo "test-all took $$(( ($$(date +%s) - start) / 60 )) minutes"
 
-conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; ten minutes
-	@$(BIN)/pytest -q tests/test_conformance.py -n 2
+conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows, and on several devices; an hour
+	@$(BIN)/pytest -q tests/test_conformance.py tests/test_conformance_on_a_mesh.py -n 2
 
 fuzz: $(VENV)/.test  ## the tests of hostile input, with FUZZ times as many examples, drawn anew
 	@JSPEC_FUZZ=$(FUZZ) $(BIN)/pytest -q tests/hostile -n 2

@@ -56,6 +56,7 @@ _MORE = (
     "models/test_mtp.py",
     "models/test_weights.py",
     "test_conformance.py",
+    "test_conformance_on_a_mesh.py",
     "test_deeper_target.py",
     "test_documentation.py",
     "test_examples.py",
