@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,13 +13,19 @@ import sys
 from pathlib import Path
 
 import httpx
+import jax
 import pytest
 import typer
 
 import jspec
 from jspec.api import engine_args
+from jspec.checkpoints import stitching
+from jspec.checkpoints.heads import mtp as mtp_format
 from jspec.cli import main
-from tests import llm_fixtures
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.latent_attention import LatentAttention
+from jspec.models.heads import mtp
+from tests import llm_fixtures, networks
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / "docs" / "serving.md"
@@ -26,7 +33,14 @@ OF_VLLM = ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--all
 OF_VLLM += ("--enable-force-include-usage", "--uds", "--ssl-ca-certs", "--ssl-cert-reqs")
 OF_VLLM += ("--disable-fastapi-docs", "--default-chat-template-kwargs", "--middleware")
 OF_VLLM += ("--override-generation-config", "--model")
-_READY = re.compile(r"tiny at (http\S+) \(Ctrl-C ends\) \([\d.]+ s\)")
+_READY = re.compile(r"(?:tiny|dsv3) at (http\S+) \(Ctrl-C ends\) \([\d.]+ s\)")
+# vLLM's flags for DeepSeek-V3 on NPUs, as people type them.
+_DEEPSEEK = """--port 0 --data-parallel-size 1 --tensor-parallel-size 2 --enable-expert-parallel
+--seed 1024 --served-model-name dsv3 --max-model-len 256 --max-num-batched-tokens 5000
+--max-num-seqs 10 --trust-remote-code --gpu-memory-utilization 0.9
+--compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'
+--speculative-config '{"num_speculative_tokens": 2, "method": "deepseek_mtp",
+"disable_padded_drafter_batch": "False"}'"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,7 @@ def complaint(monkeypatch, capsys, *arguments):
         (["--max-model-length", "5"], "no --max-model-length; did you mean 'max-model-len'?"),
         (["--tensor-parallel-size", "99"], "tensor_parallel_size=99 needs 99 devices"),
         (["--quantization=awq"], "quantization='awq' is not supported"),
+        (["--quantization", "ascend"], "float32, bfloat16 and float16"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported"),
         (["--frobnicate"], "jspec serve has no 'frobnicate'"),
         (["more"], "'more' is no flag"),
@@ -137,6 +152,20 @@ def test_a_file_of_flags_has_their_errors(monkeypatch, capsys, tmp_path, target,
     file = tmp_path / "serve.yaml"
     file.write_text(text)
     assert words in complaint(monkeypatch, capsys, "serve", target, "--config", file)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """Return a tiny DeepSeek-V3 with an MTP module in its files."""
+    mixer = LatentAttention(num_heads=4, kv_rank=16, q_rank=12, nope_dim=8, rope_dim=8, value_dim=8)
+    experts = Experts(num_experts=4, experts_per_token=2, intermediate_size=16, shared_size=32)
+    config = networks.changed(llm_fixtures.TARGET, mixer=mixer, feed_forward=experts)
+    plain, folder = (tmp_path_factory.mktemp(name) for name in ("plain", "deepseek"))
+    llm_fixtures.write_model(plain, config, 0)
+    llm_fixtures.write_tokenizer(plain)
+    head = mtp_format.config_for(config, "deepseek")
+    stitching.stitch(folder, plain, head, mtp.init_params(jax.random.key(0), head))
+    return folder
 
 
 @contextlib.contextmanager
@@ -231,6 +260,15 @@ def test_a_server_answers_and_then_drains(target, tmp_path):
     assert [(entry["route"], entry["status"]) for entry in access] == [("/v1/completions", 200)]
     assert all(entry["request_id"] for entry in entries)
     assert "def" not in "".join(logged) and str(target) not in "".join(logged)
+
+
+def test_the_command_that_people_type_for_deepseek_answers(deepseek, tmp_path, monkeypatch):
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with process("serve", deepseek, *shlex.split(_DEEPSEEK), cwd=tmp_path) as server:
+        body = {"model": "dsv3", "prompt": "def", "max_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{address(server)}/completions", json=body, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 8
 
 
 def test_a_batch_file_is_answered_by_the_command(target, tmp_path):
