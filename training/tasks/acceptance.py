@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine.functional import SequenceParams, generate_sequences
@@ -78,7 +79,7 @@ def acceptance_meter(
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
         drafter_params = gather(drafter_params)
         if mesh is not None:
-            drafter_params = mesh_lib.placed(drafter_params, mesh)
+            drafter_params = jax.device_put(drafter_params, NamedSharding(mesh, PartitionSpec()))
         with mesh_lib.on(mesh):
             answers = generate_sequences(plan, Params(target_params, drafter_params), requests)
         lengths = {}
