@@ -65,6 +65,7 @@ _MORE = (
     "test_replicas.py",
     "test_reproducibility.py",
     "test_several_devices.py",
+    "test_several_processes.py",
     "tools",
     "training",
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from jspec.util import arguments, neutral
 from jspec.util.arguments import argument
+from jspec.util.messages import shown
 from jspec.util.values import is_real, is_whole
 
 _MOST_INDEX = 2**31 - 2  # the device counts pages and tokens in int32
@@ -26,7 +27,8 @@ _STATS = (lambda value: value in ("summary", "detailed"), "None, 'summary' or 'd
 _MOST_SCORES = (lambda value: is_whole(value, -1), "whole, or -1 for no limit")
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 _BOOL_OR_NONE = (lambda value: isinstance(value, bool), "True, False or None")
-_MEMORY = "KV cache"
+_FROM_0 = (lambda value: is_whole(value, 0), "a whole number of at least 0")
+_MEMORY, _PROCESSES = "KV cache", "Several processes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,18 @@ class EngineArgs:
     )
     enable_expert_parallel: bool = argument(
         False, "Devices have some experts each, not a part of every expert.", check=_BOOL
+    )
+    coordinator: str | None = argument(
+        None, "HOST:PORT of process 0; auto on TPU pods and Slurm.", rich_help_panel=_PROCESSES
+    )
+    num_processes: int | None = argument(
+        None,
+        "Processes of the coordinator.",
+        check=_COUNT,
+        rich_help_panel=_PROCESSES,
+    )
+    process_id: int | None = argument(
+        None, "This one, from 0 on; 0 serves.", check=_FROM_0, rich_help_panel=_PROCESSES
     )
     per_request_stats: str | None = argument(None, check=_STATS)
     tokenizer: Any = argument(
@@ -99,6 +113,30 @@ class EngineArgs:
                     f"{name}={getattr(self, name)!r} works on one device, but "
                     f"tensor_parallel_size={self.tensor_parallel_size}; leave one of them out."
                 )
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        """Raise ValueError unless the arguments of several processes fit each other."""
+        coordinator, count, index = self.coordinator, self.num_processes, self.process_id
+        if coordinator in (None, "auto"):
+            for name in ("num_processes", "process_id"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} needs coordinator='HOST:PORT'; give it "
+                        f"too, or leave {name} out."
+                    )
+            return
+        host, _, port = str(coordinator).rpartition(":")
+        if not (host and port.isdecimal()):
+            raise ValueError(
+                f"coordinator={shown(coordinator)} must be HOST:PORT of process 0, or 'auto' on a "
+                "TPU pod or under Slurm."
+            )
+        if count is None or index is None or index >= count:
+            raise ValueError(
+                f"process_id={index} and num_processes={count} belong to "
+                f"coordinator={shown(coordinator)}; give both, and count processes from 0."
+            )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineArgs)}

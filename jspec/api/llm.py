@@ -1,22 +1,16 @@
 """``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
-from jspec.api import config, engine_args, metrics, prompts
-from jspec.api.backends import Backends
-from jspec.api.build import Build, build_plan
-from jspec.api.config import SpeculativeConfig
-from jspec.api.engine_args import EngineArgs
+from jspec.api import config, engine_args, engines, metrics, prompts
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import GenerationRequest
 from jspec.api.resolver import Resolver, Settings
@@ -26,15 +20,9 @@ from jspec.checkpoints import loading, shared_file
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import logprobs
 from jspec.core.types import Params
-from jspec.engine import memory, programs
+from jspec.engine import programs
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.loop import init_shared
-from jspec.engine.memory_plan import MemoryPlan, plan_memory
-from jspec.engine.pages import PAGE_SIZE
-from jspec.engine.plan import Plan
-from jspec.engine.profile import Profile
-from jspec.engine.replicas import Replicas
-from jspec.sharding import mesh as mesh_lib
 from jspec.util import neutral
 from jspec.util.messages import shown
 from jspec.util.values import is_whole
@@ -89,6 +77,12 @@ class LLM:
         cache are those of each engine. Texts do not depend on it.
       enable_expert_parallel: whether these devices have some experts each, not a part of every
         expert.
+      coordinator: "HOST:PORT" of process 0, if the devices belong to several processes; "auto" on a
+        TPU pod or under Slurm. Every process makes the same ``LLM``. Process 0 uses it as ever. In
+        the others this call runs what process 0 runs, and raises SystemExit when that ends. If a
+        process is lost, all of them end.
+      num_processes: of the coordinator.
+      process_id: number of this process, from 0 on.
       unknown: other arguments of vLLM's ``LLM``, with values that have no effect here.
 
     Raises:
@@ -110,28 +104,12 @@ class LLM:
         logprobs.check_mode(args.logprobs_mode)
         programs.keep_compiled_programs()
         self.max_num_seqs = MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs
-        meshes = mesh_lib.make_all(args.tensor_parallel_size, args.data_parallel_size)
-        self.build = build = build_plan(
-            model,
-            speculative,
-            dtype=args.dtype,
-            max_model_len=args.max_model_len,
-            tokenizer=args.tokenizer,
-            deterministic=args.deterministic,
-            backends=Backends(
-                args.attention_backend,
-                args.sampling_backend,
-                PAGE_SIZE if args.block_size is None else args.block_size,
-            ),
-            mesh=meshes[0] if args.tensor_parallel_size > 1 else None,
-            expert_parallel=args.enable_expert_parallel,
-            check=functools.partial(_check_memory, args, speculative, self.max_num_seqs),
-        )
+        build, replicas = engines.load(model, args, speculative, self.max_num_seqs)
+        self.build = build
         self.detailed = args.per_request_stats == "detailed"
         self.max_model_len = build.max_model_len
         vocab_size = build.plan.target.vocab_size
         max_logprobs = vocab_size if args.max_logprobs == -1 else args.max_logprobs
-        replicas = _replicas_of(args, build, meshes, self.max_num_seqs)
         self.runtime = Runtime(replicas, mode=args.logprobs_mode, max_logprobs=max_logprobs)
         self.resolver = Resolver(
             build,
@@ -316,7 +294,7 @@ class LLM:
         self.runtime.use_shared(lambda shared: shared_file.save(path, shared))
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
-        """Replace the drafter's state in all engines by a file of ``save_shared``; None empties it."""
+        """Replace the drafter's state, in all engines, by that of a file; None empties it."""
 
         def fresh(_: Any) -> Any:
             empty = init_shared(self.build.plan)
@@ -361,58 +339,6 @@ class LLM:
                     yield grown
         finally:
             self.runtime.leave(batch)
-
-
-def _check_memory(
-    args: EngineArgs,
-    speculative: SpeculativeConfig,
-    max_num_seqs: int,
-    plan: Plan,
-    params: Params,
-) -> MemoryPlan:
-    """Log and return the memory plan; raise ValueError if the device has too little memory.
-
-    A ``max_model_len`` that was given must fit. Of the model's own limit, a page must.
-    """
-    limit = args.max_model_len
-    planned = plan_memory(
-        plan,
-        params,
-        {name: getattr(args, name) for name in memory.SETTINGS},
-        memory.this_device(params),
-        max_num_seqs=max_num_seqs,
-        max_model_len=plan.target.max_positions if limit is None else limit,
-        longest=limit,
-        tensor_parallel_size=args.tensor_parallel_size,
-        draft_tensor_parallel_size=speculative.draft_tensor_parallel_size,
-    )
-    _log.info("%s", planned)
-    if planned.least > planned.memory:  # The pool refuses a setting that leaves it no page.
-        planned.check()
-    return planned
-
-
-def _replicas_of(
-    args: EngineArgs, build: Build, meshes: list[Mesh | None], max_num_seqs: int
-) -> Replicas:
-    """Return the engines of a build, one on each mesh."""
-    make_pool = functools.partial(
-        memory.pool_if_any,
-        build.plan,
-        settings={name: getattr(args, name) for name in memory.SETTINGS},
-        shares_prefixes=args.enable_prefix_caching,
-        num_tokens=max_num_seqs * build.max_model_len,
-        reserved=build.memory_plan.workspace if build.memory_plan else 0,
-    )
-    return Replicas(
-        build.plan,
-        build.params,
-        meshes=meshes,
-        make_pool=make_pool,
-        num_slots=max_num_seqs,
-        capacity=build.max_model_len,
-        profile=Profile(nodes=args.per_request_stats == "detailed"),
-    )
 
 
 @contextlib.contextmanager

@@ -129,6 +129,7 @@ class Runtime:
     ) -> Any:
         """Run a batch through ``run``, a loop of its own; see ``LLM.run_one``."""
         with self._line, self._lock, Uninterrupted():
+            self._replicas.engines[0].runner.check_alone("a loop of its own, as of jspec trace,")
             alone = functools.partial(run, batch, **options)
             result, counts = self._timed(lambda: self._replicas.run_alone(alone))
             with self._counting:

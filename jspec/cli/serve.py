@@ -194,7 +194,8 @@ def serve(
         from jspec.server import logs, run
     tracer = operation.tracer()
     network = access.network(address, answers.max_body_bytes)
-    bound = network.bound()  # a taken port is an error before the model is loaded
+    # A taken port is an error before the model is loaded. Process 0 alone answers.
+    bound = None if engine.process_id else network.bound()
     write = logs.write_json if operation.log_format == "json" else None
     with stages.Stages(Console(stderr=True), write) as stage:
         stage.begin("loading")

@@ -41,7 +41,6 @@ from jspec.engine.sequences import (
     check_priority,
     check_sizes,
 )
-from jspec.sharding.channel import Channel
 
 
 class Engine:
@@ -59,7 +58,6 @@ class Engine:
       on_launch: called with every launch that was read, as NumPy arrays.
       is_pinned: whether the batch always has all slots, and so the same programs. Otherwise it has
         as many as sequences need, a power of two; and caches without pages are as long as needed.
-      channel: to other processes, whose workers run the same; None without others.
 
     Raises:
       ValueError: the weights belong to another model, or a number is out of range.
@@ -78,7 +76,6 @@ class Engine:
         max_num_queued: int | None = None,
         on_launch: Callable[[Launch], None] | None = None,
         is_pinned: bool = True,
-        channel: Channel | None = None,
     ):
         check_sizes(num_slots=num_slots, capacity=capacity, max_num_queued=max_num_queued)
         validation.check_params(plan.target, plan.drafter, params)
@@ -92,7 +89,6 @@ class Engine:
             shared=init_shared(plan) if shared is None else shared,
             pool=pool,
             capacity=capacity,
-            channel=channel,
         )
         self.admission = Admission(self.scheduler, self.runner, capacity, is_pinned=is_pinned)
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
@@ -141,6 +137,8 @@ class Engine:
         if not is_checked:
             check_fit([sequence], self.plan.target)
         check_capacity(sequence, self.capacity)
+        if sequence.logits_processors:
+            self.runner.check_alone("logits_processors")
         blocks = self.scheduler.pool
         if blocks is not None:
             blocks.check_fit(len(sequence.prompt) + sequence.max_tokens)

@@ -85,7 +85,8 @@ def launch(
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
     state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
-    return sharding.whole(shared), state, ran
+    shared, ran = sharding.whole((shared, ran))
+    return shared, state, ran
 
 
 def empty_launch(plan: Plan, profile: "Profile", params: Params, state: DecodeState) -> Launch:
@@ -180,7 +181,7 @@ def prefill(
     )
     done = state.done.at[rows].set(~ready, mode="drop")
     state = state.replace(history=history, cache=cache, memory=memory, done=done)
-    return state.settled(table), scores
+    return state.settled(table), sharding.whole(scores)
 
 
 def init_shared(plan: Plan) -> Shared:

@@ -102,4 +102,5 @@ def verify_alone(
     )
     state = state.settled(table)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
-    return sharding.whole(shared), state, ran
+    shared, ran = sharding.whole((shared, ran))
+    return shared, state, ran

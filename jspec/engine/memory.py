@@ -56,8 +56,8 @@ class Device:
 
 
 def this_device(held: Any = ()) -> Device:
-    """Return the memory of JAX's first device, of which the arrays of a pytree ``held`` count."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Return the memory of the first device here, of which the arrays of ``held`` count."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         return Device(limit, limit)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

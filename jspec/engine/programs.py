@@ -48,7 +48,9 @@ class Programs:
 
     def __init__(self, engine: Engine, mesh: Mesh | None = None):
         self._engine, self._mesh = engine, mesh
-        engine.runner.request.profiles.are_compiled_ahead = True
+        # Several processes compile as they run: on GPUs they measure kernels together.
+        self._is_alone = engine.runner.worker.channel is None
+        engine.runner.request.profiles.are_compiled_ahead = self._is_alone
         self._lock = threading.Lock()
         self._known: set[Any] = set()  # functions, settings and shapes of programs
         self._releases = RELEASES.total()  # after which no program exists any more
@@ -58,7 +60,7 @@ class Programs:
 
         Functions of users are compiled only while they run, and are left to the engine.
         """
-        if sequences[0].logits_processors:
+        if sequences[0].logits_processors or not self._is_alone:
             return False
         if self._releases != RELEASES.total() or not self._scores_prompts(scoring):
             return True
@@ -66,7 +68,7 @@ class Programs:
 
     def may_run(self, sequences: Sequence[SequenceParams], scoring: Scoring | None = None) -> bool:
         """Return whether sequences may join those of the engine, and nothing will compile."""
-        if sequences[0].logits_processors:
+        if sequences[0].logits_processors or not self._is_alone:
             return True
         return self._engine.runner.request.profiles.cover(self._needed(sequences, scoring))
 
@@ -89,9 +91,10 @@ class Programs:
 
         ``on_progress`` is called with the number of programs that are done, and of all.
         """
-        greedy = self._engine.runner.request.profiles.needed(())
-        with self._lock, mesh_lib.on(self._mesh):
-            self._compile([greedy, greedy.numeric()], None, on_progress)
+        if self._is_alone:
+            greedy = self._engine.runner.request.profiles.needed(())
+            with self._lock, mesh_lib.on(self._mesh):
+                self._compile([greedy, greedy.numeric()], None, on_progress)
 
     def _needed(self, sequences: Sequence[SequenceParams], scoring: Scoring | None) -> Profile:
         """Return the profile for the sequences and all of the engine."""

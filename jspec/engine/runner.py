@@ -23,7 +23,6 @@ from jspec.engine.sequence import EngineSequence
 from jspec.engine.speculation import LaunchPlan, SpeculationController
 from jspec.engine.worker import Worker
 from jspec.grammar.followed import num_words
-from jspec.sharding.channel import Channel
 
 
 @dataclasses.dataclass
@@ -47,7 +46,6 @@ class Runner:
       shared: the drafter's state that outlives calls.
       pool: pages of the caches; None for caches without pages.
       capacity: longest history, prompt included.
-      channel: to other processes, whose workers run the same; None without others.
     """
 
     def __init__(
@@ -59,13 +57,10 @@ class Runner:
         shared: Shared,
         pool: Pool | None,
         capacity: int,
-        channel: Channel | None = None,
     ):
         self.plan, self.pool = plan, pool
         shapes_of_captured(plan, params, profile.capture_layers)  # raises if the target lacks one
         self.worker = Worker(plan, params, shared=shared, pool=pool)
-        if channel is not None:
-            channel.lead(self.worker, pool)
         self.request = BatchRequest(profile, plan.target.vocab_size)
         self.capacity = capacity  # tokens of a row
         self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
@@ -98,6 +93,13 @@ class Runner:
             self.worker.renew_shared()
             if self.pool is not None:
                 self.pool.renew()
+
+    def check_alone(self, what: str) -> None:
+        """Raise ValueError if there are other processes, which cannot be sent ``what``."""
+        if self.worker.channel is not None:
+            raise ValueError(
+                f"{what} cannot be sent to other processes; leave it out, or run one process."
+            )
 
     def put_shared(self, shared: Shared) -> None:
         """Replace the drafter's shared state; it is consumed."""

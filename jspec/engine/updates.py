@@ -44,6 +44,14 @@ def _check_like(old: Params, new: Params) -> None:
                 "give weights of the same structure, shapes and dtypes, or make another engine."
             )
     validation.check_on_host("params", new)
+    for path, leaf in after.items():
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is divided among devices of other processes; "
+                "give whole arrays."
+            )
 
 
 def _kind(leaf: Array | None) -> str:

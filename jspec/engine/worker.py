@@ -22,7 +22,6 @@ from jspec.engine.masked_round import Halfway, draft_alone, verify_alone
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
-from jspec.sharding import mesh as mesh_lib
 from jspec.sharding.channel import Replica, everywhere
 
 
@@ -253,5 +252,5 @@ def _in_place_of(old: Any, new: Any) -> jax.Array:
     An array that is committed to a device would compile another program than one that is not.
     """
     if getattr(old, "committed", False):
-        return mesh_lib.put(new, old.sharding)
+        return sharding.put(new, old.sharding)
     return jax.device_put(np.asarray(new) if getattr(new, "committed", False) else new)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 TENSOR = "tensor"  # the axis of the mesh
 # Divisions of a matrix [inputs, outputs] or a table [V, D]; of a vector, devices have rows.
@@ -41,15 +42,26 @@ def _placed(tree: Any, spec: PartitionSpec) -> Any:
     if num_shards() == 1:
         return tree
 
-    def put(x: Any) -> Any:
+    def placed(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
             return lax.with_sharding_constraint(x, spec)
         sharding = NamedSharding(jax.sharding.get_mesh(), spec)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
+        return put(x, sharding)
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(placed, tree)
+
+
+def put(x: Any, sharding: Sharding) -> jax.Array:
+    """Return an array on the devices of ``sharding``; each of several processes has all of ``x``.
+
+    ``jax.device_put`` would compare the values of all processes, and wait for them.
+    """
+    if sharding.is_fully_addressable or getattr(x, "sharding", None) == sharding:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def over_heads(function: Callable[..., jax.Array], *, is_split: bool) -> Callable[..., jax.Array]:

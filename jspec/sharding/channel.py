@@ -15,6 +15,7 @@ import functools
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from typing import Any
 from jspec.util.processes import exit_at_once
 
 _END, _FAILED = "end", "failed"  # messages of the first process beside calls
+_GRACE_SECONDS = 1  # time to handle the last message of a process that has ended
 _FAULT_SECONDS = 10  # longest time between the failures of two processes in the same call
 
 
@@ -126,12 +128,15 @@ class Channel:
         self._send(message)
 
     def close(self) -> None:
-        """End the other processes, which follow."""
-        if not self._ends.is_set():
-            self._ends.set()
-            if self.index == 0:
-                with contextlib.suppress(OSError):
-                    self._send(_END)
+        """End the connections; processes that follow end well."""
+        is_early = not self._ends.is_set()
+        self._ends.set()
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                if is_early and self.index == 0:
+                    peer.send_bytes(pickle.dumps(_END))
+                with socket.fromfd(peer.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
 
     # -------------------------------------------------------------------------- the other processes
 
@@ -181,7 +186,7 @@ class Channel:
                 self._inboxes[number].put(message)
             self._ends.set()
         except (EOFError, OSError):
-            if not self._ends.is_set():
+            if not self._ends.wait(_GRACE_SECONDS):
                 line = f"jspec: process {number} of {self.count} has ended, so process {self.index}"
                 print(f"{line} ends too; start all of them again.", file=sys.stderr)
                 exit_at_once(1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jspec.sharding import TENSOR
 from jspec.sharding.placement import Placement
@@ -57,17 +57,6 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     if mesh is None:
         return contextlib.nullcontext()
     return jax.default_device(mesh.devices[0]) if mesh.size == 1 else jax.set_mesh(mesh)
-
-
-def put(x: Any, sharding: Sharding) -> jax.Array:
-    """Return an array on the devices of ``sharding``; each of several processes has all of ``x``.
-
-    ``jax.device_put`` would compare the values of all processes, and wait for them.
-    """
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
 
 def moved(tree: Any, mesh: Mesh | None) -> Any:

@@ -1,0 +1,89 @@
+"""One of two processes that share an ``LLM``; tests/test_several_processes.py starts both.
+
+Arguments: the case, the model, the port of process 0, and the number of this process.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from jspec.models import partition
+from jspec.sharding import TENSOR
+
+SMALL = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 16}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+FEW = {"max_tokens": 24, "ignore_eos": True}
+SETTINGS = [
+    jspec.SamplingParams(temperature=0, **FEW),
+    jspec.SamplingParams(temperature=0.8, top_p=0.95, seed=3, n=2, **FEW),
+    jspec.SamplingParams(temperature=1, seed=5, structured_outputs={"regex": "(ab|cd)+"}, **FEW),
+]
+PROMPTS = ["the quick brown fox jumps", "the quick brown fox", "def add(x"]
+
+
+def texts(llm: jspec.LLM) -> list[list[int]]:
+    """Return tokens: greedy, drawn and with a grammar, after a text that its reader left."""
+    stream = llm.stream(PROMPTS[0], SETTINGS[0], rounds=1)
+    next(stream)
+    stream.close()
+    outputs = llm.generate(PROMPTS, SETTINGS)
+    return [list(text.token_ids) for output in outputs for text in output.outputs]
+
+
+def louder(model: str, ways: int) -> Any:
+    """Return weights for ``update_params``, in the parts of ``ways`` devices."""
+    loaded = jspec.load(model)
+    rules = partition.rules(loaded.config, ways)
+
+    def put(path, x):
+        fields = tuple(getattr(key, "name", getattr(key, "idx", None)) for key in path)
+        spec, order = rules.get(fields, (None, None))
+        x = np.asarray(x)
+        x = x if order is None else np.take(x, order, list(spec).index(TENSOR))
+        return np.float32(1.5) * x
+
+    return jax.tree_util.tree_map_with_path(put, loaded.params)
+
+
+def main():
+    case, model, port, index = sys.argv[1:]
+    llm = jspec.LLM(
+        model,
+        NGRAM,
+        tensor_parallel_size=4,
+        coordinator=f"localhost:{port}",
+        num_processes=2,
+        process_id=int(index),
+        **SMALL,
+    )
+    if case == "texts":
+        several = texts(llm)
+        preempted = sum(metric.value for metric in llm.get_metrics() if "preem" in metric.name)
+        llm.update_params(louder(model, 4))
+        several += texts(llm)
+        try:
+            llm.generate("a", jspec.SamplingParams(logits_processors=[lambda logits, *_: logits]))
+        except ValueError as error:
+            refused = str(error)
+        alone = jspec.LLM(model, NGRAM, **SMALL)
+        one = texts(alone)
+        alone.update_params(louder(model, 1))
+        one += texts(alone)
+        print(json.dumps([several, one, preempted, refused]), flush=True)
+    else:
+        while True:
+            llm.generate(PROMPTS)
+            print("runs", flush=True)
+
+
+if __name__ == "__main__":
+    main()
