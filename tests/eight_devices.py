@@ -9,13 +9,18 @@ from typing import Any
 from tests import house
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of such a process."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
 def printed(module: str, *arguments: Any) -> list[Any]:
     """Run a module with arguments; return the JSON values that it prints, one a line."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=house.ROOT,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=3000,

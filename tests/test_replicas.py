@@ -1,8 +1,18 @@
 """Data parallelism: engines on devices of their own give the texts of one."""
 
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import openai
 import pytest
 
-from tests import eight_devices
+import jspec
+from tests import eight_devices, house, llm_fixtures, on_replicas
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +47,72 @@ def test_the_shared_state_of_several_engines_is_not_saved(cases):
             "save_shared writes the state of one engine, but data_parallel_size=2; save it from "
             "an LLM with data_parallel_size=1."
         )
+
+
+@pytest.mark.slow
+def test_a_server_of_two_engines_of_two_devices_answers_the_openai_client(root):
+    """The command as people type it, with a port and sizes that start fast."""
+    command = [
+        sys.executable,
+        "-m",
+        "jspec",
+        "serve",
+        str(llm_fixtures.checkpoints(root)["target"]),
+    ]
+    command += ["--tensor-parallel-size", "2", "--data-parallel-size", "2"]
+    command += ["--speculative-config", json.dumps(on_replicas.NGRAM)]
+    command += ["--max-num-seqs", "1", "--max-model-len", "64", "--served-model-name", "tiny"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = subprocess.Popen(
+        [*command, "--port", str(port)], env=eight_devices.environment(), cwd=house.ROOT
+    )
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0)
+        until = time.monotonic() + 900
+        while not is_ready(port):
+            assert served.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        settings = dict(model="tiny", max_tokens=20, temperature=0)
+        answers = client.completions.create(prompt=on_replicas.PROMPTS, **settings)
+        expected = llm_fixtures.llm(root, "ngram").generate(
+            on_replicas.PROMPTS, jspec.SamplingParams(temperature=0, max_tokens=20)
+        )
+        texts = [output.outputs[0].text for output in expected]
+        assert [choice.text for choice in answers.choices] == texts
+        served.send_signal(signal.SIGINT)
+        assert served.wait(60) in (0, 130)
+    finally:
+        served.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["certify", "bench", "tune"])
+def test_tools_measure_and_certify_the_split_target(root, tmp_path, tool):
+    model = str(llm_fixtures.checkpoints(root)["target"])
+    prompts, results = tmp_path / "prompts.txt", tmp_path / "results.json"
+    prompts.write_text("the quick brown")
+    config = json.dumps(on_replicas.NGRAM)
+    words = {
+        "certify": ["--speculative-config", config, "--prompt", "the quick", "--num-drafts", "100"],
+        "bench": ["--config", config, "--data-parallel-size", "2", "--no-peers"],
+        "tune": ["--config", "token_recycling", "--max-speculative-tokens", "2"],
+    }[tool]
+    words += ["--engine"] if tool == "certify" else ["--repeats", "1", "--questions", str(prompts)]
+    command = [sys.executable, "-m", "jspec", tool, "--model", model, *words, "--max-tokens", "8"]
+    command += ["--tensor-parallel-size", "2", "--json", str(results)]
+    ran = subprocess.run(
+        command, cwd=house.ROOT, env=eight_devices.environment(), capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert int(json.loads(results.read_text())["setting"]["tensor_parallel_size"]) == 2
+
+
+def is_ready(port: int) -> bool:
+    """Return whether a server answers at a port of this machine."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            return answer.status == 200
+    except OSError:
+        return False

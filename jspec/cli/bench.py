@@ -43,6 +43,8 @@ def bench(
     dtype: options.Dtype = "auto",
     attention_backend: options.engine_option("attention_backend") = None,
     sampling_backend: options.engine_option("sampling_backend") = None,
+    tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
+    data_parallel_size: options.engine_option("data_parallel_size") = 1,
     peers: option(bool, "Measure transformers too, if torch is installed.") = True,
     seed: options.NoiseSeed = 0,
     output: option(Path | None, "Folder for results.json, .md, .png and .html.") = None,
@@ -80,6 +82,8 @@ def bench(
         peers=peers,
         attention_backend=attention_backend,
         sampling_backend=sampling_backend,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
         seed=seed,
     )
     asked = read(questions or [], num_questions)

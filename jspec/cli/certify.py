@@ -38,6 +38,7 @@ def certify(
     engine: _of_model(
         bool, "Compare texts in a shared engine with those alone.", "--engine"
     ) = False,
+    tensor_parallel_size: options.engine_option("tensor_parallel_size", **_PANEL) = 1,
     sampling_backend: options.engine_option("sampling_backend") = None,
     temperature: _sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
     top_p: _sampling(float | None, "1 keeps all tokens.") = None,
@@ -70,6 +71,7 @@ def certify(
             num_drafts=num_drafts,
             deterministic=deterministic,
             engine=engine,
+            tensor_parallel_size=tensor_parallel_size,
             sampling_backend=sampling_backend,
             temperature=temperature,
             top_k=top_k,

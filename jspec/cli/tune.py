@@ -30,15 +30,14 @@ def tune(
     batch_size: _many(list[int] | None, "Each has its own winner. Default: 1.") = None,
     temperature: option(float, "0 is greedy.") = 0.0,
     max_speculative_tokens: option(int, "Largest K.") = 8,
-    max_tree_size: option(
-        int, "Most nodes of a tree with the root, at least 4; 0: chains only."
-    ) = 32,
+    max_tree_size: option(int, "Most nodes of a tree, root included, from 4; 0: chains.") = 32,
     max_programs: option(int, "Most candidates that are measured at a batch size.") = 16,
     max_tokens: options.AnswerTokens = 128,
     prompt_tokens: options.PromptTokens = 0,
     num_questions: options.NumQuestions = 0,
     repeats: option(int, "Undisturbed samples of each measurement.") = 5,
     dtype: options.Dtype = "auto",
+    tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
     seed: options.NoiseSeed = 0,
     output: option(
         Path | None, "File for the speculative_config, by batch size if there are several."
@@ -80,6 +79,7 @@ def tune(
         per_category=num_questions,
         repeats=repeats,
         dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
         seed=seed,
     )
     asked = read(questions or [], num_questions)

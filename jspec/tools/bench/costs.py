@@ -23,6 +23,7 @@ from jspec.engine.functional import Batch, advance, copied, start
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Pass, Plan
 from jspec.engine.sequences import SequenceParams
+from jspec.sharding import mesh as mesh_lib
 from jspec.tools.bench.contenders import Ours
 from jspec.util.promotion import standard_promotion
 
@@ -33,10 +34,15 @@ _WARM_UP = 2  # rounds before them: a drafter may still prefill
 def measure(run: Ours) -> dict[str, Any]:
     """Return the milliseconds of each part, and the bytes of weights and states.
 
-    The keys of ``split_ms`` are ``prompt`` (prefill of a batch), ``drafting``, ``target`` and
-    ``accepting`` (of a round), ``round`` (of the loop) and ``host`` (of a call: checking, padding,
-    reading back).
+    They are those of the first engine. The keys of ``split_ms`` are ``prompt`` (prefill of a
+    batch), ``drafting``, ``target`` and ``accepting`` (of a round), ``round`` (of the loop) and
+    ``host`` (of a call: checking, padding, reading back).
     """
+    with mesh_lib.on(mesh_lib.of(run.llm.build.params)):
+        return _measured(run)
+
+
+def _measured(run: Ours) -> dict[str, Any]:
     case, plan, params = run.case, run.llm.build.plan, run.llm.build.params
     requests = [each for part in run.requests.values() for each in part][: case.batch_size]
     rows = [
@@ -49,8 +55,9 @@ def measure(run: Ours) -> dict[str, Any]:
         )
         for index, each in enumerate(requests)
     ]
-    prompts = [{"prompt_token_ids": each.token_ids} for each in requests]
-    settings = [case.sampling_params(index, ignore_eos=True) for index in range(len(requests))]
+    engines = run.llm.runtime.num_engines
+    prompts = [{"prompt_token_ids": each.token_ids} for each in requests] * engines
+    settings = [case.sampling_params(index, ignore_eos=True) for index in range(len(prompts))]
     prefilled = lambda: start(plan, params, rows).replace(shared=init_shared(plan))
     prompt = _best(prefilled)
     decoding = _best(lambda batch: advance(plan, params, batch), prefilled)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jspec.api import config
 from jspec.api.backends import Backends
 from jspec.api.build import build_plan
@@ -21,7 +23,7 @@ from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
 from jspec.tools.bench.names import names_of, portable
 from jspec.tools.bench.peer import Peer, PeerError, Theirs
 from jspec.tools.bench.questions import Question, Request, answered_by
-from jspec.tools.bench.settings import Settings
+from jspec.tools.bench.settings import CommonSettings, Settings
 from jspec.tools.bench.timing import Contender, Sample, joined, race, ratios, spread
 
 # The name of every peer of a case, and the peer itself.
@@ -60,8 +62,8 @@ def bench(
       ValueError: the model, a config and the questions do not fit together.
     """
     on_step("loading")
-    target = loading.load(model, settings.dtype)
-    plain = LLM(target)
+    target = loaded(model, settings)
+    plain = LLM(target, tensor_parallel_size=settings.tensor_parallel_size)
     backends = Backends(settings.attention_backend, settings.sampling_backend)
     for given in settings.configs:  # errors of the last config must not come after hours
         build_plan(target, config.read(given), dtype=settings.dtype, backends=backends)
@@ -95,6 +97,15 @@ def bench(
             if results["interrupted"]:
                 break
     return results
+
+
+def loaded(model: str | os.PathLike | LoadedModel, settings: CommonSettings) -> LoadedModel:
+    """Return the target; one that devices split is loaded to the host, as one may not hold it."""
+    host = contextlib.nullcontext()
+    if settings.tensor_parallel_size > 1:
+        host = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with host:
+        return loading.load(model, settings.dtype)
 
 
 @contextlib.contextmanager
@@ -145,7 +156,8 @@ class CaseTable:
     ):
         self._target, self._settings, self._case, self._peers = target, settings, case, peers
         self._questions = {name: len(some) for name, some in requests.items()}
-        self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
+        together = case.batch_size * settings.data_parallel_size
+        self._requests = {name: filled(some, together) for name, some in requests.items()}
         self.failed: dict[str, str] = {}  # contenders of the peer, and the reasons
         self._facts: dict[str, dict[str, Any]] = {}
         self._first: dict[str, Sample] = {}
@@ -202,6 +214,8 @@ class CaseTable:
                 max_num_seqs=case.batch_size,
                 attention_backend=settings.attention_backend,
                 sampling_backend=settings.sampling_backend if given else None,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                data_parallel_size=settings.data_parallel_size,
             )
             while name in names:
                 name += "'"

@@ -44,6 +44,7 @@ class CommonSettings:
       repeats: undisturbed samples of every measurement.
       patience: further turns to wait for such samples while other processes use the machine.
       dtype: of weights, as in ``LLM``.
+      tensor_parallel_size: devices of an engine, as in ``LLM``.
       seed: of all noise.
 
     Raises:
@@ -58,12 +59,14 @@ class CommonSettings:
     repeats: int = 5
     patience: int = 2
     dtype: str | None = None
+    tensor_parallel_size: int = 1
     seed: int = 0
 
     def __post_init__(self):
         if not self.configs:
             raise ValueError("there is no method to run; name one with --config.")
         check_whole(self, max_tokens=2, prompt_tokens=0, per_category=0, repeats=1, patience=0)
+        check_whole(self, tensor_parallel_size=1)
         if not self.batch_sizes or not all(is_whole(size, 1) for size in self.batch_sizes):
             raise ValueError(f"batch_sizes={shown(self.batch_sizes)} must be at least 1 each.")
         check_once("batch_sizes", self.batch_sizes)
@@ -79,9 +82,12 @@ class Settings(CommonSettings):
     peers: bool = True  # whether transformers is measured too, if it is installed
     attention_backend: str | None = None  # As in ``LLM``, for all contenders.
     sampling_backend: str | None = None  # As in ``LLM``, for ``configs``.
+    # As in ``LLM``; each engine has a batch.
+    data_parallel_size: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
+        check_whole(self, data_parallel_size=1)
         for given in self.configs:
             config.read(given)
         for temperature in self.temperatures:

@@ -11,6 +11,7 @@ import jax
 from jspec.api import config
 from jspec.api.backends import Backends
 from jspec.api.build import Build, build_plan
+from jspec.api.engine_args import EngineArgs
 from jspec.api.prompts import read
 from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
@@ -18,6 +19,7 @@ from jspec.core.types import Params
 from jspec.engine import programs
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams, check_prompt
+from jspec.sharding import mesh as mesh_lib
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
 from jspec.tools.certify.engine_texts import engine_texts
 from jspec.tools.certify.exact import distribution, distributions, rule_of
@@ -53,6 +55,7 @@ def of_model(
     num_drafts: int = NUM_DRAFTS,
     deterministic: bool = False,
     engine: bool = False,
+    tensor_parallel_size: int = 1,
     sampling_backend: str | None = None,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
     """Certify a configuration; return the findings, remarks as ``of_plan``, and the setting.
@@ -69,6 +72,11 @@ def of_model(
             "such as {'method': 'ngram', 'num_speculative_tokens': 4}."
         )
     check_number(num_drafts)
+    args = EngineArgs(
+        deterministic=deterministic,
+        tensor_parallel_size=tensor_parallel_size,
+        sampling_backend=sampling_backend,
+    )
     row = SequenceParams((0,), max_tokens=max_tokens, **{"temperature": TEMPERATURE, **sampling})
     if not row.temperature > 0:
         raise ValueError(
@@ -84,6 +92,7 @@ def of_model(
         dtype=dtype,
         deterministic=deterministic,
         backends=Backends(sampling=sampling_backend),
+        mesh=mesh_lib.make(args.tensor_parallel_size),
     )
     eos = build.model.eos_token_ids
     rows = [
@@ -108,6 +117,7 @@ def of_model(
         "max_tokens": str(max_tokens),
         **({"deterministic": "True"} if deterministic else {}),
         **({"sampling_backend": sampling_backend} if sampling_backend else {}),
+        **({"tensor_parallel_size": str(ways)} if (ways := args.tensor_parallel_size) > 1 else {}),
         "temperature": f"{row.temperature:g}",
         **{name: f"{value:g}" for name, value in sampling.items()},
     }
@@ -133,14 +143,28 @@ def of_plan(
     Raises:
       ValueError: a row does not fit the model.
     """
-    remarks = []
     progress("enumerating drafts and uniforms, counting tokens of the rule")
     findings = _of_rule(plan, rows[0])
+    with mesh_lib.on(mesh_lib.of(params)):
+        more, remarks = _of_engine(plan, params, rows, num_drafts, engine, name, progress)
+    return findings + more, remarks
+
+
+def _of_engine(
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    num_drafts: int,
+    engine: bool,
+    name: Callable[[int], str],
+    progress: Progress,
+) -> tuple[list[Finding], list[str]]:
+    """Return what ``of_plan`` does, but for the rule."""
+    remarks = []
     progress("comparing drafts with their distributions")
-    drafted = list(drafts(plan, params, rows, num_drafts=num_drafts))
-    findings += drafted
-    if not drafted[0].passed and len(drafted) == 1:
-        remarks.append(f"texts were not compared: {drafted[0].note or 'drafts are malformed'}.")
+    findings = list(drafts(plan, params, rows, num_drafts=num_drafts))
+    if not findings[0].passed and len(findings) == 1:
+        remarks.append(f"texts were not compared: {findings[0].note or 'drafts are malformed'}.")
         return findings, remarks
     if not draws_tokens(plan):
         remarks.append(_without_draws(plan))

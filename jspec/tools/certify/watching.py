@@ -69,7 +69,7 @@ class Observer(Drafter):
     def propose(self, params, request, shared, memory, history):
         """Propose the inner drafter's draft, and keep it."""
         draft, memory = self.inner.propose(params, request, shared, memory, history)
-        return draft, (memory, draft)
+        return draft, (memory, jax.tree.map(jnp.asarray, draft))  # as parts of a state are
 
     def update(self, round):
         """Update the inner drafter."""

@@ -14,6 +14,7 @@ from jspec.core.static_trees import StaticTree
 from jspec.engine.functional import Answer, generate_sequences
 from jspec.engine.profile import Profile
 from jspec.engine.sequences import SequenceParams
+from jspec.sharding import mesh as mesh_lib
 from jspec.tools.bench.contenders import Case
 from jspec.tools.bench.questions import Request
 from jspec.tools.tune.families import Family
@@ -59,13 +60,14 @@ def record(family: Family, requests: Sequence[Request], case: Case) -> Acceptanc
         )
         for index, request in enumerate(requests)
     ]
-    answers = generate_sequences(
-        build.plan,
-        build.params,
-        sequences,
-        max_num_seqs=case.batch_size,
-        profile=Profile(nodes=True),
-    )
+    with mesh_lib.on(family.mesh):
+        answers = generate_sequences(
+            build.plan,
+            build.params,
+            sequences,
+            max_num_seqs=case.batch_size,
+            profile=Profile(nodes=True),
+        )
     return count((path for answer in answers for path in paths_of(answer, tree)), tree)
 
 

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jspec.api import config
 from jspec.api.build import Build, build_plan
 from jspec.checkpoints import loading
@@ -13,6 +15,7 @@ from jspec.core import static_trees
 from jspec.core.static_trees import StaticTree
 from jspec.core.types import Drafter
 from jspec.drafters.trees import tree_settings
+from jspec.sharding import mesh as mesh_lib
 from jspec.tools.bench.names import name_of, names_of
 from jspec.tools.tune.settings import Settings
 
@@ -71,10 +74,12 @@ class Family:
     takes_trees: bool  # whether static trees are searched
     target: LoadedModel  # the target model
     dtype: str | None  # dtype of weights
+    mesh: Mesh | None = None  # devices that the target is split among
 
     def build(self, config_: Mapping[str, Any]) -> Build:
         """Return the plan and the weights of one of the family's configs."""
-        return build_plan(self.target, config.read({**config_, **self.opened}), dtype=self.dtype)
+        given = config.read({**config_, **self.opened})
+        return build_plan(self.target, given, dtype=self.dtype, mesh=self.mesh)
 
     def chain(self, depth: int) -> Candidate:
         """Return the chain of K = ``depth``."""
@@ -130,7 +135,8 @@ def _family(given: Mapping[str, Any], target: LoadedModel, settings: Settings) -
         opened["model"] = loading.load_head(
             read.model, target.config, kind=read.method, dtype=settings.dtype
         )
-    family = Family(name_of(given), given, opened, None, False, target, settings.dtype)
+    mesh = mesh_lib.make(settings.tensor_parallel_size)
+    family = Family(name_of(given), given, opened, None, False, target, settings.dtype, mesh)
     if _is_fixed(given):
         family.build(given)  # raises before anything is measured
         return family

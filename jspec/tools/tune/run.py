@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jspec.api.llm import LLM
-from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench.names import portable
 from jspec.tools.bench.questions import Question, answered_by
+from jspec.tools.bench.run import loaded
 from jspec.tools.tune.acceptance import record
 from jspec.tools.tune.families import check, families_of
 from jspec.tools.tune.search import Search, prompts_of
@@ -49,10 +49,13 @@ def tune(
     for given in settings.configs:  # before weights are loaded
         check(given)
     on_step("loading")
-    target = loading.load(model, settings.dtype)
+    target = loaded(model, settings)
     families = families_of(target, settings)
     requests, left_out = answered_by(
-        LLM(target), questions, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
+        LLM(target, tensor_parallel_size=settings.tensor_parallel_size),
+        questions,
+        max_tokens=settings.max_tokens,
+        prompt_tokens=settings.prompt_tokens,
     )
     configs = [portable(given, settings.configs) for given in settings.configs]
     results: dict[str, Any] = {

@@ -151,7 +151,13 @@ class Search:
     def _compiled(self, candidate: Candidate) -> Ours:
         family = candidate.family
         config = {**candidate.config, **family.opened}
-        llm = LLM(family.target, config, dtype=family.dtype, max_num_seqs=self._case.batch_size)
+        llm = LLM(
+            family.target,
+            config,
+            dtype=family.dtype,
+            max_num_seqs=self._case.batch_size,
+            tensor_parallel_size=self._settings.tensor_parallel_size,
+        )
         run = Ours(llm, self._case, self._requests)
         run()
         return run
