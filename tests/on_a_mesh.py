@@ -89,6 +89,7 @@ OTHERS = [
 
 COMPILING = re.compile(r"Compiling jit\((\w+)\)")
 
+GREEDY, NUMERIC = Profile(), Profile().numeric()
 COUNTED = [(size, method) for size in (4, 8) for method in ("none", "eagle3", "eagle3 split")]
 
 
@@ -182,12 +183,12 @@ def compiled(size: int, method: str) -> dict[str, list[str]]:
     return counted
 
 
-def collectives(size: int, method: str) -> dict[str, int]:
-    """Return how often each collective stands in a greedy launch, of which a round runs all."""
+def collectives(size: int, method: str, profile: Profile) -> dict[str, int]:
+    """Return how often each collective stands in a launch, of which a round runs all."""
     devices = mesh.make(size)
     with mesh.on(devices):
         build = build_plan(target("standard"), read(config(method, size)), mesh=devices)
-        compiled = program_size.lowered(build.plan, build.params, Profile()).compile()
+        compiled = program_size.lowered(build.plan, build.params, profile).compile()
     names = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
     found = re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
     return dict(collections.Counter(found))
@@ -198,7 +199,10 @@ def main():
     for case in {"few": FEW, "others": OTHERS}[given]:
         print(json.dumps({"case": case, "one": texts(1, *case[1:]), "several": texts(*case)}))
     for size, method in COUNTED if given == "few" else ():
-        print(json.dumps({"counted": [size, method], "collectives": collectives(size, method)}))
+        counts = collectives(size, method, GREEDY)
+        print(json.dumps({"counted": [size, method], "collectives": counts}))
+    if given == "few":
+        print(json.dumps({"counted": "sampled", "collectives": collectives(4, "eagle3", NUMERIC)}))
     for method in ("token_recycling",) if given == "few" else ("draft_model", "eagle3"):
         print(json.dumps({"warm": method, "compiled": compiled(2, method)}))
 

@@ -51,6 +51,11 @@ def test_what_is_compiled_ahead_on_several_devices_is_what_runs(few):
     check_programs(few)
 
 
+def test_logits_that_are_drawn_from_with_every_filter_are_not_gathered(few):
+    (counted,) = [line["collectives"] for line in few if line.get("counted") == "sampled"]
+    assert set(counted) == {"all-reduce"}
+
+
 def test_a_number_of_devices_that_divides_no_heads_is_refused_with_those_that_work():
     words = (
         r"tensor_parallel_size=3 does not divide the 8 heads, 2 key heads and MLPs of this model; "

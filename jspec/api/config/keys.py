@@ -107,7 +107,6 @@ _NOT_BUILT = {
     "kv_cache_dtype": "the draft model's cache has the dtype of its activations",
     "quantization": "draft models load in float32, bfloat16 or float16",
     "revision": "the hub's default revision is fetched",
-    "use_local_argmax_reduction": "comes with tensor parallelism",
 }
 
 _REFUSED = {
@@ -118,6 +117,8 @@ _REFUSED = {
     "disable_eagle_block_drop": _VLLM_ONLY,
     "disable_padded_drafter_batch": "True or False, without an effect: shapes are static",
     "enforce_eager": "True or False, without an effect: everything is compiled",
+    "use_local_argmax_reduction": "True or False, without an effect: greedy drafts exchange no "
+    "logits",
     "moe_backend": "jspec.ops chooses the kernel by device",
     "draft_model_config": _VLLM_ONLY,
     "draft_parallel_config": _VLLM_ONLY,
@@ -152,6 +153,7 @@ _DEFAULTS = {
 }
 _ALSO = {
     "enforce_eager": (True, False),
+    "use_local_argmax_reduction": (True,),
     "disable_padded_drafter_batch": (True, "True", "False"),
     "attention_backend": ("auto",),
     "kv_cache_dtype": ("auto",),
