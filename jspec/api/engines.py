@@ -73,7 +73,7 @@ def _check(
         plan,
         params,
         {name: getattr(args, name) for name in memory.SETTINGS},
-        memory.this_device(params),
+        memory.this_device(params, args.tensor_parallel_size * args.data_parallel_size),
         max_num_seqs=max_num_seqs,
         max_model_len=plan.target.max_positions if limit is None else limit,
         longest=limit,

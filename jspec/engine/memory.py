@@ -1,6 +1,7 @@
 """The memory of KV caches: how many pages an engine may have."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec import sharding
 from jspec.core.types import Params
 from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages, without_prefix
 from jspec.engine.plan import Plan
@@ -34,11 +36,13 @@ class Device:
       total: bytes that it has.
       free: bytes that a program may take; on an accelerator all of them.
       is_host: whether it is a CPU.
+      sharing: virtual devices of the CPU, each of which has as much.
     """
 
     total: int
     free: int
     is_host: bool = False
+    sharing: int = 1
 
     def bytes_for_pages(self, held: int, reserved: int, share: float | None) -> int:
         """Return the bytes that are left for a KV cache.
@@ -49,14 +53,17 @@ class Device:
           share: ``gpu_memory_utilization``; None for 0.9, or 4 GiB of cache on a CPU.
         """
         if share is None and self.is_host:
-            return _CPU_BYTES
+            return _CPU_BYTES // self.sharing
         most = int((share or _ACCELERATOR_SHARE) * self.total)
         most = most if self.is_host else min(most, self.total - reserved)
         return max(0, most - held)
 
 
-def this_device(held: Any = ()) -> Device:
-    """Return the memory of the first device here, of which the arrays of ``held`` count."""
+def this_device(held: Any = (), sharing: int = 1) -> Device:
+    """Return the memory of the first device here, of which the arrays of ``held`` count.
+
+    Of a CPU it is the part of one device, if a model has ``sharing`` devices.
+    """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         return Device(limit, limit)
@@ -64,13 +71,23 @@ def this_device(held: Any = ()) -> Device:
     lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
     arrays = [leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, jax.Array)]
-    return Device(total, min([total, *(each + bytes_of(arrays) for each in free)]), is_host=True)
+    free = min([total, *(each + bytes_of(arrays) for each in free)])
+    sharing = min(sharing, jax.local_device_count())  # The others are on other machines.
+    return Device(total // sharing, free // sharing, is_host=True, sharing=sharing)
 
 
 def bytes_of(tree: Any) -> int:
     """Return the bytes of the arrays of a pytree, or of their shapes."""
     leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def bytes_on_each(params: Any) -> int:
+    """Return the bytes that the arrays of a pytree take on each of their devices."""
+    leaves = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def dtype_of_pages(params: Params) -> jnp.dtype | None:
@@ -143,7 +160,7 @@ def pool_of(
     gpu_memory_utilization: float | None = None,
     enable_prefix_caching: bool = True,
 ) -> Pool:
-    """Return the pool of a model, under vLLM's names.
+    """Return the pool of a model, under vLLM's names; all bytes are those of each device.
 
     A number of pages or bytes is allocated at once. Otherwise the pool grows as it is needed, up to
     4 GiB on a CPU, or the share ``gpu_memory_utilization`` of the device's memory that the weights
@@ -172,7 +189,8 @@ def pool_of(
     name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes
     if limit is None:
         name, share = "gpu_memory_utilization", gpu_memory_utilization
-        limit = this_device().bytes_for_pages(bytes_of(params), reserved, share)
+        device = this_device((), sharding.num_shards())
+        limit = device.bytes_for_pages(bytes_on_each(params), reserved, share)
     count = limit // each if each else 2**20
     if count < 2:
         raise ValueError(
@@ -188,7 +206,7 @@ def pool_of(
 
 def _check_device(name: str, num_pages: int, bytes_of_page: int) -> None:
     """Refuse pages that take more memory than the device has, before they are allocated."""
-    needed, limit = num_pages * bytes_of_page, this_device().total
+    needed, limit = num_pages * bytes_of_page, this_device((), sharding.num_shards()).total
     if needed > limit:
         raise ValueError(
             f"{name} asks for {num_pages:,} pages, which take {needed:,} bytes, but the device has "

@@ -14,6 +14,8 @@ from jspec.engine import chunks, slots
 from jspec.engine.memory import Device, bytes_of, dtype_of_pages
 from jspec.engine.pages import PAGE_SIZE, allocate, reads_pages, shapes_of
 from jspec.engine.plan import Plan
+from jspec.models import partition
+from jspec.models.decoder import DecoderConfig
 
 _LIVE = 4  # activations of a layer that live at once, in float32
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -36,6 +38,7 @@ class MemoryPlan:
       max_num_seqs: sequences that run together.
       max_model_len: longest sequence.
       tensor_parallel_size: devices that share the model.
+      splits: larger numbers of devices that could share it; none of a CPU, which has one memory.
     """
 
     weights: int
@@ -50,6 +53,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_model_len: int
     tensor_parallel_size: int = 1
+    splits: tuple[int, ...] = ()
 
     @property
     def least(self) -> int:
@@ -97,14 +101,14 @@ class MemoryPlan:
         row = self.workspace / self.max_num_seqs
         rows = int((self.memory - fixed - self.sequence) / row) if row else 0
         number = lambda n, most: f" of at most {n}" if 0 < n < most else ""
-        devices = self.tensor_parallel_size * 2 ** max(
-            1, math.ceil(math.log2(self.least / self.memory)) if self.memory else 1
-        )
+        wanted = self.tensor_parallel_size * self.least / max(self.memory, 1)
+        enough = [size for size in self.splits if size >= wanted] or self.splits[-1:]
+        split = f" or tensor_parallel_size={enough[0]}" if enough else ""
         length = number(int(pages) * self.block_size, self.max_model_len)
         narrow = "a narrower dtype" if self.dtype != "float32" else "dtype='bfloat16'"
         return (
             f"a smaller max_model_len{length}, a smaller max_num_seqs"
-            f"{number(rows, self.max_num_seqs)}, or {narrow} or tensor_parallel_size={devices}"
+            f"{number(rows, self.max_num_seqs)}, or {narrow}{split}"
         )
 
 
@@ -122,8 +126,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a model.
 
-    With several devices, matrices of the target are split over all of them. Its vectors and the
-    drafter are on each. Key heads are split as far as there are enough, and repeated beyond.
+    Several devices share the target as ``partition.rules`` says. Key heads are repeated if they are
+    too few.
 
     Args:
       plan: static.
@@ -137,7 +141,7 @@ def plan_memory(
       draft_tensor_parallel_size: devices that share the drafter; with 1 it is whole on each.
     """
     share = tensor_parallel_size
-    target = _split(params.target, share) + _repeated_heads(plan, params, share)
+    target = _divided(plan, params, share)
     drafter = _split(params.drafter, draft_tensor_parallel_size)
     row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
     size = settings.get("block_size") or PAGE_SIZE
@@ -166,6 +170,7 @@ def plan_memory(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         tensor_parallel_size=share,
+        splits=() if device.is_host else _splits(plan, share),
     )
 
 
@@ -194,15 +199,24 @@ def _split(tree: Any, share: int) -> int:
     return sum(-(-size // share) if ndim > 1 else size for size, ndim in sizes)
 
 
-def _repeated_heads(plan: Plan, params: Params, share: int) -> int:
-    """Return the bytes of weights of key heads that are repeated on each of ``share`` devices."""
+def _splits(plan: Plan, share: int) -> tuple[int, ...]:
+    """Return the numbers of devices above ``share`` that can split the target."""
     config = getattr(plan.target, "config", None)
-    itemsize, total = _largest(params.target).dtype.itemsize, 0
-    for mixer in [layer.mixer for layer in getattr(config, "layers", ())]:
-        keys = getattr(mixer, "num_kv_heads", share)
-        if keys < share and hasattr(mixer, "qkv_sizes"):
-            columns = mixer.qkv_sizes[1] + mixer.qkv_sizes[2]
-            total += columns * config.hidden_size * itemsize * (share - keys) // (keys * share)
+    sizes = partition.sizes_of(config) if isinstance(config, DecoderConfig) else ()
+    return tuple(size for size in sizes if size > share)
+
+
+def _divided(plan: Plan, params: Params, share: int) -> int:
+    """Return the bytes of the target's weights on each of ``share`` devices."""
+    if share == 1:
+        return _split(params.target, share)
+    rules, total = partition.rules(plan.target.config, share), 0
+    for keys, leaf in jax.tree.leaves_with_path(params.target, is_leaf=partition.is_array):
+        spec, order = rules.get(partition.path_of(keys), partition.Rule())
+        size = leaf.dtype.itemsize * math.prod(leaf.shape)
+        if order is not None:
+            size = size // leaf.shape[len(spec) - 1] * len(order)
+        total += size // share if spec else size
     return total
 
 

@@ -4,6 +4,7 @@ The host owns the table of pages. It sends a copy with every launch, so no progr
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,9 +199,15 @@ def allocate(
 
 
 def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None) -> int:
-    """Return the bytes of one page in all caches."""
+    """Return the bytes of one page in all caches, on each device of the mesh that is set."""
     pages = jax.eval_shape(lambda: allocate(shapes_of(plan, params, size), 1, size, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    leaves = jax.tree.leaves(entries.settled(pages))
+    shapes = [
+        leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves
+    ]
+    return sum(
+        math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True)
+    )
 
 
 @functools.partial(jax.jit, static_argnames="count")

@@ -45,9 +45,8 @@ def split(config: DecoderConfig, ways: int) -> DecoderConfig:
     if ways == 1:
         return config
     if not _divides(config, ways):
-        heads = max(layer.mixer.num_heads for layer in config.layers)
-        sizes = [size for size in range(2, heads + 1) if _divides(config, size)]
-        works = f"it works with {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        sizes = ", ".join(map(str, sizes_of(config)))
+        works = f"it works with {sizes}" if sizes else "leave it out"
         mixer = config.layers[0].mixer
         raise ValueError(
             f"tensor_parallel_size={ways} does not divide the {mixer.num_heads} heads, "
@@ -60,6 +59,12 @@ def split(config: DecoderConfig, ways: int) -> DecoderConfig:
         for layer in config.layers
     )
     return dataclasses.replace(config, layers=layers)
+
+
+def sizes_of(config: DecoderConfig) -> tuple[int, ...]:
+    """Return the numbers of devices, from 2 on, that can split a decoder."""
+    heads = max(layer.mixer.num_heads for layer in config.layers)
+    return tuple(size for size in range(2, heads + 1) if _divides(config, size))
 
 
 def by_experts(config: DecoderConfig) -> DecoderConfig:
@@ -169,13 +174,20 @@ def placed(params: Any, rules: Mapping[Path, Rule], mesh: Mesh | None) -> Any:
     if placement is None:
         return params
 
-    def put(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        fields = tuple(getattr(key, "name", getattr(key, "idx", str(key))) for key in path)
-        return placement(fields).put(leaf.array() if isinstance(leaf, Transposed) else leaf)
+    def put(keys: tuple[Any, ...], leaf: Any) -> jax.Array:
+        return placement(path_of(keys)).put(leaf.array() if isinstance(leaf, Transposed) else leaf)
 
-    return jax.tree_util.tree_map_with_path(
-        put, params, is_leaf=lambda x: isinstance(x, Transposed)
-    )
+    return jax.tree_util.tree_map_with_path(put, params, is_leaf=is_array)
+
+
+def path_of(keys: tuple[Any, ...]) -> Path:
+    """Return the path of JAX's keys."""
+    return tuple(getattr(key, "name", getattr(key, "idx", str(key))) for key in keys)
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether rules are those of a node of weights, though it has a pytree below."""
+    return isinstance(leaf, Transposed)
 
 
 def _tensors(config: DecoderConfig) -> Iterator[tuple[Path, Tensor]]:

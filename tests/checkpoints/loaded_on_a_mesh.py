@@ -58,8 +58,19 @@ def texts(target, head, size) -> list:
         jspec.SamplingParams(temperature=t, seed=4, max_tokens=24, ignore_eos=True)
         for t in (0, 0.8)
     ]
+    check_memory(llm)
     outputs = llm.generate(["the quick brown", "def add"], settings)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_memory(llm) -> None:
+    """Compare the memory plan with what each device has."""
+    planned, (pool,) = llm.build.memory_plan, llm.runtime.pools
+    bytes_of = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    assert planned.weights == bytes_of(llm.build.params.target)
+    assert planned.drafter == bytes_of(llm.build.params.drafter)
+    assert planned.token * pool.blocks.size * pool.blocks.num_pages == bytes_of(pool.buffers)
+    assert planned.num_tokens == (pool.blocks.most - 1) * pool.blocks.size
 
 
 def main(target: str, head: str, gguf: str):

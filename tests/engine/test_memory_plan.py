@@ -145,3 +145,21 @@ def test_the_plan_is_logged_and_nothing_is_printed(paths, caplog, capsys):
     (line,) = [record.getMessage() for record in caplog.records if "memory" in record.getMessage()]
     assert "weights" in line and line.endswith("tokens fit (max_num_seqs=3, max_model_len=128)")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("share", "larger"), [(1, 4), (4, 8)])
+def test_remedies_name_a_number_of_devices_that_splits_the_model(share, larger):
+    sizes = dict(longest=512, tensor_parallel_size=share)  # works with 2, 4 and 8 devices
+    third = planned(SIZES, **sizes).least // 3
+    words = r"or a narrower dtype or tensor_parallel_size={}\."
+    with pytest.raises(ValueError, match=words.format(larger)):
+        planned(SIZES, Device(third, third), **sizes).check()
+    with pytest.raises(ValueError, match=r"or a narrower dtype\.$"):  # They share the memory.
+        planned(SIZES, Device(third, third, is_host=True), **sizes).check()
+
+
+def test_virtual_devices_share_the_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    whole, half = memory.this_device(), memory.this_device((), 4)  # two are on another machine
+    assert half.total == whole.total // 2 and half.is_host
+    assert 2 * half.bytes_for_pages(0, 0, None) == whole.bytes_for_pages(0, 0, None)
