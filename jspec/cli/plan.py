@@ -13,6 +13,7 @@ def plan(
     max_num_seqs: options.engine_option("max_num_seqs") = 32,
     max_model_len: options.engine_option("max_model_len") = None,
     dtype: options.Dtype = "auto",
+    data_parallel_size: options.engine_option("data_parallel_size") = 1,
     speculative_config: options.Config = None,
     context: option(int | None, "Tokens of a sequence, for the limit. Default: 2048.") = None,
     acceptance_length: option(
@@ -45,6 +46,7 @@ def plan(
         context=context,
         acceptance_length=acceptance_length,
         memory_share=memory_share,
+        data_parallel_size=data_parallel_size,
     )
     print(report)
     if not report.memory.fits:

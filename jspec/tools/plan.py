@@ -46,6 +46,10 @@ class Limit:
     seconds: float
     tokens_per_second: float
 
+    def times(self, count: int) -> "Limit":
+        """Return the limit of ``count`` engines side by side."""
+        return dataclasses.replace(self, tokens_per_second=count * self.tokens_per_second)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -56,10 +60,11 @@ class Report:
       device: kind of the chips.
       num_chips: number of chips.
       memory: the memory plan.
-      num_seqs: sequences that run together.
+      num_seqs: sequences that run together in an engine.
       context: tokens of each of them.
       is_assumed: whether the acceptance length was assumed.
       limits: plain, and with the drafter; empty if the model does not fit.
+      data_parallel_size: engines side by side, each on its share of the chips.
     """
 
     model: str
@@ -70,13 +75,17 @@ class Report:
     context: int
     is_assumed: bool
     limits: tuple[Limit, ...]
+    data_parallel_size: int = 1
 
     def __str__(self) -> str:
         """Return lines for people."""
         plan, chip = self.memory, CHIPS[self.device]
+        sizes = f"tensor_parallel_size={plan.tensor_parallel_size}"
+        if self.data_parallel_size > 1:
+            sizes += f", data_parallel_size={self.data_parallel_size}"
         lines = [
             f"{self.model} on {self.device}-{self.num_chips}, {plan.dtype}. Of each device's "
-            f"{amount(plan.memory)} (tensor_parallel_size={plan.tensor_parallel_size}):",
+            f"{amount(plan.memory)} ({sizes}):",
             *(f"  {name:<12}{size}" for name, size in plan.parts().items()),
         ]
         if not plan.fits:
@@ -113,6 +122,7 @@ def plan(
     context: int | None = None,
     acceptance_length: float | None = None,
     memory_share: float | None = None,
+    data_parallel_size: int = 1,
 ) -> Report:
     """Plan a model for a device that need not be there; a config.json is enough.
 
@@ -120,7 +130,7 @@ def plan(
 
     Args:
       model: a directory, a config.json, a GGUF file or a hub id.
-      device: kind and number of chips, such as "v5e-8"; all of them share the model.
+      device: kind and number of chips, such as "v5e-8"; those of an engine share the model.
       speculative_config: as for ``LLM``.
       dtype: as for ``LLM``.
       max_model_len: as for ``LLM``.
@@ -128,6 +138,7 @@ def plan(
       context: tokens of each sequence, for the limit; None for 2048 or ``max_model_len``.
       acceptance_length: tokens of a round and sequence; None assumes that half of K is accepted.
       memory_share: share of a chip's memory that JAX takes; None for its default.
+      data_parallel_size: engines side by side, as for ``LLM``.
 
     Raises:
       ValueError: the device is unknown, an argument is out of range, or as for ``LLM``.
@@ -142,7 +153,13 @@ def plan(
     num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
     outline = build.outline(model, speculative, dtype=dtype, max_model_len=max_model_len)
     context = min(_CONTEXT, outline.max_model_len) if context is None else context
-    depth, ways = outline.plan.drafter.max_depth, count * chip.devices
+    depth, devices = outline.plan.drafter.max_depth, count * chip.devices
+    if not is_whole(data_parallel_size, 1) or devices % data_parallel_size:
+        raise ValueError(
+            f"data_parallel_size={shown(data_parallel_size)} does not divide the {devices} devices "
+            f"of {shown(device)}; change one of them."
+        )
+    ways = devices // data_parallel_size
     _check(num_seqs, context, outline.max_model_len, acceptance_length, depth)
     speculative.check_tensor_parallel(ways)
     check_heads(outline.model.config, ways)
@@ -178,7 +195,8 @@ def plan(
         num_seqs=_rows(memory, context),
         context=context,
         is_assumed=acceptance_length is None,
-        limits=limits,
+        limits=tuple(each.times(data_parallel_size) for each in limits),
+        data_parallel_size=data_parallel_size,
     )
 
 

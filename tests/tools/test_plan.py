@@ -66,6 +66,14 @@ def test_eight_chips_share_the_weights_and_read_at_once(llama):
     assert whole.limits[0].seconds == pytest.approx(one.limits[0].seconds * 1638 / 7380, rel=1e-3)
 
 
+def test_two_engines_on_four_chips_each_are_twice_as_fast_as_one_on_four(llama):
+    one, two = tool.plan(llama, "v5e-4"), tool.plan(llama, "v5e-8", data_parallel_size=2)
+    assert two.memory == one.memory
+    speeds = [report.limits[0].tokens_per_second for report in (one, two)]
+    assert speeds[1] == 2 * speeds[0]
+    assert "(tensor_parallel_size=4, data_parallel_size=2)" in str(two)
+
+
 def test_products_limit_large_batches_of_large_trees(llama):
     config = {"method": "ngram", "num_speculative_tokens": 15}
     report = tool.plan(
@@ -104,6 +112,10 @@ def test_of_experts_a_round_reads_those_of_a_token():
         ({"device": "v9"}, "device='v9' must be one of v4, v5e,"),
         ({"device": "v5e-0"}, "must be one of"),
         ({"device": "v5e-3"}, "3 devices do not divide the 32 heads.*works with 1, 2, 4, 8, 16"),
+        (
+            {"data_parallel_size": 3},
+            "data_parallel_size=3 does not divide the 8 devices of 'v5e-8'",
+        ),
         ({"context": 0}, "context=0 must be a whole number from 1 to 131072"),
         ({"acceptance_length": 2.0}, "needs speculative_config"),
         ({"acceptance_length": 6, "speculative_config": NGRAM}, "must be a number from 1 to 5"),

@@ -84,6 +84,7 @@ def of_model(
             "case, and it is the temperature of sampled texts."
         )
     speculative = config.read(speculative_config)
+    speculative.check_tensor_parallel(args.tensor_parallel_size)
     programs.keep_compiled_programs()
     progress("loading")
     build = build_plan(
