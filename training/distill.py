@@ -62,6 +62,11 @@ _REMOVED_FIELDS = {
 _RENAMED_FIELDS = {"own_head": "separate_head", "own_embedding": "separate_embedding"}
 
 
+# Options that each process of a run may have for itself: folders of its host, and ``trainer``,
+# which is compared before.
+_OF_A_PROCESS = {"target", "data", "held_out_data", "output", "cache", "feature_cache", "trainer"}
+
+
 def run(
     method: Method,
     settings: DistillSettings,
@@ -138,13 +143,17 @@ def run(
 def _open(settings: DistillSettings, mesh: Mesh) -> tuple[LoadedModel, Data]:
     """Load the target onto a mesh of this process, and the data."""
 
-    def check() -> str:
+    def check() -> dict[str, Any]:
         sizes = loading.sizes(settings.target)
         _check_length(settings, sizes.max_positions)
         split(sizes, settings.trainer.tensor)
-        return f"{sizes.num_layers} layers of {sizes.hidden_size}, {settings.weights_dtype}"
+        target = f"{sizes.num_layers} layers of {sizes.hidden_size}, {settings.weights_dtype}"
+        parts = [vars(part) for part in vars(settings).values() if dataclasses.is_dataclass(part)]
+        options = {name: x for part in (vars(settings), *parts) for name, x in part.items()}
+        shared = options.keys() - _OF_A_PROCESS - vars(settings.trainer).keys()
+        return {"target": target} | {name: str(options[name]) for name in sorted(shared)}
 
-    trainer.check_agreed({"target": trainer.together(check)})
+    trainer.check_agreed(trainer.together(check))
     target = trainer.together(lambda: load(settings.target, settings.weights_dtype, mesh))
     return target, trainer.first_process_first(
         lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)

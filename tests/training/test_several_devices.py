@@ -91,6 +91,7 @@ def test_each_process_writes_its_own_part_of_a_checkpoint(runs, start):
     ("options", "error"),
     [
         ("--seed 1", "--seed 1 does not work; process 1 has it, process 0 has 0;"),
+        ("--length 20", "--length '20' does not work; process 1 has it, process 0 has '24';"),
         ("--target missing", "missing"),
     ],
 )

@@ -181,7 +181,8 @@ def test_exhausted_memory_ends_in_one_line_with_its_remedy(tmp_path, monkeypatch
         toy.run(tmp_path, save_every=2)
     assert str(stopped.value) == (
         "out of memory at step 3 (checkpoint 2 is whole); give more --accumulate (was 2), a "
-        "smaller --batch (was 8), or spread the weights over more devices (--fsdp, was 1)"
+        "smaller --batch (was 8), or spread the weights over more devices (--fsdp, was 1; "
+        "--tensor splits a target too, was 1)"
     )
     assert saved(tmp_path) == (2,)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training import toy
 from training import pretrain
 from training.trainer.metrics import read_log
 

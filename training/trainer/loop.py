@@ -187,5 +187,5 @@ def explained(settings: TrainerSettings, where: Callable[[], str]) -> Iterator[N
         raise TrainingError(
             f"out of memory {where()}; give more --accumulate (was {settings.accumulate}), a "
             f"smaller --batch (was {settings.batch}), or spread the weights over more devices "
-            f"(--fsdp, was {settings.fsdp})"
+            f"(--fsdp, was {settings.fsdp}; --tensor splits a target too, was {settings.tensor})"
         ) from error

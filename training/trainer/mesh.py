@@ -1,7 +1,8 @@
 """Devices and processes: weights and batches on a mesh of data x fsdp x tensor.
 
-What is trained is split by ``partition``. The weights of a target are split over ``tensor`` by the
-rules of serving (``jspec.models.partition``), and every group of devices along it has all of them.
+What is trained is split by ``partition``, in the order of files. The weights of a target are split
+over ``tensor`` by the rules of serving (``jspec.models.partition``); every group of devices along
+that axis has all of them.
 """
 
 import json
@@ -14,6 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.mlp import GatedMlp
 from jspec.sharding import TENSOR, processes
 from training.data.batch import Batch
 from training.trainer.settings import TrainerSettings
@@ -22,6 +25,15 @@ from training.util.errors import bad_option
 AXES = ("data", "fsdp", TENSOR)
 BATCH = PartitionSpec(("data", "fsdp"))
 Made = TypeVar("Made")
+
+# The axes of matrices that serving divides, by the last field of their path.
+_LAYER = Attention(num_heads=1, num_kv_heads=1, head_dim=1), GatedMlp(intermediate_size=1)
+_DIVIDED = {"embedding": -2, "head": -1} | {
+    tensor.path[-1]: tensor.divided_axis
+    for part in _LAYER
+    for tensor in part.tensors(1)
+    if tensor.divided
+}
 
 
 def start(settings: TrainerSettings) -> Mesh:
@@ -107,16 +119,21 @@ def make_mesh(settings: TrainerSettings) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def partition(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Split the longest axis over ``fsdp`` and another one over ``tensor``.
+def partition(shape: tuple[int, ...], mesh: Mesh, name: str = "") -> PartitionSpec:
+    """Split an array over ``fsdp`` and ``tensor``, if axes can be split evenly.
 
-    Only axes that split evenly are used; vectors and scalars are small and copied.
+    A matrix of a layer is split over ``tensor`` as the target's with its ``name``, any other along
+    its longest axis but one. The longest one that is left is split over ``fsdp``. Vectors and
+    scalars are small and copied.
     """
     names: list[str | None] = [None] * len(shape)
-    for name in ("fsdp", "tensor") if len(shape) > 1 else ():
+    tensor, axis = mesh.shape[TENSOR], _DIVIDED.get(name)
+    if tensor > 1 and axis is not None and len(shape) == 2 and shape[axis] % tensor == 0:
+        names[axis] = TENSOR
+    for name in ("fsdp", TENSOR) if len(shape) > 1 else ():
         size = mesh.shape[name]
         free = [i for i, taken in enumerate(names) if taken is None and shape[i] % size == 0]
-        if size > 1 and free:
+        if size > 1 and free and name not in names:
             names[max(free, key=lambda i: shape[i])] = name
     return PartitionSpec(*names)
 
@@ -127,12 +144,15 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     A leaf on a mesh, such as that of ``start``, keeps its axes; others get ``partition``.
     """
 
-    def of(leaf: Any) -> NamedSharding:
+    def of(path: Any, leaf: Any) -> NamedSharding:
         given = getattr(leaf, "sharding", None)
-        is_placed = isinstance(given, NamedSharding)
-        return NamedSharding(mesh, given.spec if is_placed else partition(leaf.shape, mesh))
+        if isinstance(given, NamedSharding):
+            return NamedSharding(mesh, given.spec)
+        field = path[-1] if path else None
+        name = getattr(field, "name", getattr(field, "key", ""))
+        return NamedSharding(mesh, partition(leaf.shape, mesh, name))
 
-    return jax.tree.map(of, tree)
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def used(tree: Any, at: Any) -> Any:
