@@ -46,10 +46,11 @@ def check(one, other):
     assert one.sharding == other.sharding
 
 
-def texts(target, head, size) -> list:
+def texts(target, head, size, draft_size=1) -> list:
+    config = {"method": "eagle3", "model": head, "num_speculative_tokens": 2}
     llm = jspec.LLM(
         target,
-        {"method": "eagle3", "model": head, "num_speculative_tokens": 2},
+        config | {"draft_tensor_parallel_size": draft_size},
         tensor_parallel_size=size,
         max_model_len=64,
         max_num_seqs=2,
@@ -77,7 +78,8 @@ def main(target: str, head: str, gguf: str):
     mesh = mesh_lib.make(WAYS)
     for path in (target, gguf):
         print(json.dumps(bytes_of_parts(path, mesh)))
-    print(json.dumps([texts(target, head, size) for size in (1, WAYS)]))
+    sizes = (1, 1), (WAYS, 1), (WAYS, WAYS)
+    print(json.dumps([texts(target, head, *each) for each in sizes]))
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def test_the_host_reads_each_part_once_and_no_whole_array_that_devices_share(pri
 
 
 def test_texts_of_weights_that_are_read_in_parts_are_those_of_whole_ones(printed):
-    one, several = printed[2]
-    assert one == several and [len(text) for text in one] == [24, 24]
+    one, whole_head, split_head = printed[2]
+    assert one == whole_head == split_head and [len(text) for text in one] == [24, 24]
 
 
 def test_a_missing_file_of_an_index_is_named_before_anything_is_read(root, tmp_path, monkeypatch):
