@@ -144,22 +144,11 @@ def plan(
       ValueError: the device is unknown, an argument is out of range, or as for ``LLM``.
     """
     kind, count = chips.parse(device)
-    chip, speculative = CHIPS[kind], config.read(speculative_config)
-    if speculative.drafter_class:
-        raise ValueError(
-            f"method={shown(speculative.drafter_class)} makes its weights when it is loaded, so "
-            "they cannot be planned; leave speculative_config out."
-        )
+    chip, speculative = CHIPS[kind], _read(speculative_config)
     num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
     outline = build.outline(model, speculative, dtype=dtype, max_model_len=max_model_len)
     context = min(_CONTEXT, outline.max_model_len) if context is None else context
-    depth, devices = outline.plan.drafter.max_depth, count * chip.devices
-    if not is_whole(data_parallel_size, 1) or devices % data_parallel_size:
-        raise ValueError(
-            f"data_parallel_size={shown(data_parallel_size)} does not divide the {devices} devices "
-            f"of {shown(device)}; change one of them."
-        )
-    ways = devices // data_parallel_size
+    depth, ways = outline.plan.drafter.max_depth, _share(count * chip.devices, data_parallel_size)
     _check(num_seqs, context, outline.max_model_len, acceptance_length, depth)
     speculative.check_tensor_parallel(ways)
     check_heads(outline.model.config, ways)
@@ -198,6 +187,27 @@ def plan(
         limits=tuple(each.times(data_parallel_size) for each in limits),
         data_parallel_size=data_parallel_size,
     )
+
+
+def _read(speculative_config: Any) -> config.SpeculativeConfig:
+    """Return a config; raise ValueError if the shapes of its weights are in no file."""
+    speculative = config.read(speculative_config)
+    if speculative.drafter_class:
+        raise ValueError(
+            f"method={shown(speculative.drafter_class)} makes its weights when it is loaded, so "
+            "they cannot be planned; leave speculative_config out."
+        )
+    return speculative
+
+
+def _share(devices: int, data_parallel_size: int) -> int:
+    """Return the number of devices of an engine."""
+    if not is_whole(data_parallel_size, 1) or devices % data_parallel_size:
+        raise ValueError(
+            f"data_parallel_size={shown(data_parallel_size)} does not divide the {devices} devices; "
+            "change one of them."
+        )
+    return devices // data_parallel_size
 
 
 def _rows(memory: MemoryPlan, context: int) -> int:
