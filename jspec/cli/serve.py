@@ -194,13 +194,14 @@ def serve(
         from jspec.server import logs, run
     tracer = operation.tracer()
     network = access.network(address, answers.max_body_bytes)
-    # A taken port is an error before the model is loaded. Process 0 alone answers.
-    bound = None if engine.process_id else network.bound()
+    # A taken port is an error before the model is loaded. Of several processes one has a port.
+    bound = None if engine.coordinator else network.bound()
     write = logs.write_json if operation.log_format == "json" else None
     with stages.Stages(Console(stderr=True), write) as stage:
         stage.begin("loading")
         with logs.written(stage.note):
             llm, name = server_options.loaded(model, engine)
+        bound = bound or network.bound()
         settings = server_options.settings_of(
             llm,
             model_names=tuple(address.served_model_name or [name]),

@@ -4,9 +4,8 @@ JAX runs a program on the devices of several processes once each of them calls i
 So every process has a replica of what calls programs. The first process sends each call with its
 arguments, as plain data, before it runs it itself.
 
-If a process ends before the others were to end, so do they, within a second: what it lacks would
-keep them waiting in their next collective. This thread cannot raise in the one that waits, so it
-ends the process.
+If a process is lost, the others end at once: they would wait for it in their next collective. The
+thread that notices it cannot raise in the one that waits, so it ends the process.
 """
 
 import atexit
@@ -25,7 +24,6 @@ from typing import Any
 from jspec.util.processes import exit_at_once
 
 _END, _FAILED = "end", "failed"  # messages of the first process beside calls
-_GRACE_SECONDS = 1  # time to handle the last message of a process that has ended
 _FAULT_SECONDS = 10  # longest time between the failures of two processes in the same call
 
 
@@ -128,12 +126,16 @@ class Channel:
         self._send(message)
 
     def close(self) -> None:
-        """End the connections; processes that follow end well."""
-        is_early = not self._ends.is_set()
+        """End the connections, and the processes that follow.
+
+        A process whose connection ends without a word is lost. Of those that follow, only one that
+        ends together with all others says so.
+        """
+        is_planned = self.index == 0 or self._ends.is_set()
         self._ends.set()
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                if is_early and self.index == 0:
+                if is_planned:
                     peer.send_bytes(pickle.dumps(_END))
                 with socket.fromfd(peer.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
                     copy.shutdown(socket.SHUT_RDWR)
@@ -184,9 +186,8 @@ class Channel:
             while message != _END:
                 message = pickle.loads(self._peers[number].recv_bytes())
                 self._inboxes[number].put(message)
-            self._ends.set()
         except (EOFError, OSError):
-            if not self._ends.wait(_GRACE_SECONDS):
+            if not self._ends.is_set():
                 line = f"jspec: process {number} of {self.count} has ended, so process {self.index}"
                 print(f"{line} ends too; start all of them again.", file=sys.stderr)
                 exit_at_once(1)

@@ -54,7 +54,20 @@ def manifests(name):
     return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("manifest", manifests("deployment.yaml"), ids=lambda each: each["kind"])
+def job(jobset):
+    """Return the job of a JobSet, whose own form is that of a CRD."""
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": replicated["name"]}} | (
+        replicated["template"]
+    )
+
+
+SPLIT = manifests("tpu_pod_slice.yaml"), manifests("two_gpu_nodes.yaml")
+WORKLOADS = [manifests("deployment.yaml")[0], job(SPLIT[0][0]), SPLIT[1][0]]
+PLAIN = [*manifests("deployment.yaml"), job(SPLIT[0][0]), *SPLIT[0][1:], *SPLIT[1]]
+
+
+@pytest.mark.parametrize("manifest", PLAIN, ids=lambda each: each["kind"])
 def test_a_manifest_has_the_form_of_kubernetes(manifest):
     kubernetes_validate.validate(manifest, "1.34", strict=True)
 
@@ -71,13 +84,35 @@ def test_the_inference_pool_has_its_form_and_selects_the_pods():
     assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
 
 
-def test_the_flags_of_the_deployment_are_those_of_serve():
-    (container,) = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]["containers"]
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda each: each["kind"])
+def test_the_flags_of_a_workload_are_those_of_serve(workload):
+    pod = workload["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = [word.replace("$(POD_INDEX)", "1") for word in container["args"]]
     command = typer.main.get_command(main.app).get_command(None, "serve")
-    context = command.make_context("serve", list(container["args"]))
+    context = command.make_context("serve", words)
     assert context.args == []
-    grace = manifests("deployment.yaml")[0]["spec"]["template"]["spec"]
-    assert grace["terminationGracePeriodSeconds"] > context.params["shutdown_timeout"]
+    assert pod["terminationGracePeriodSeconds"] > context.params["shutdown_timeout"]
+
+
+@pytest.mark.parametrize("manifests", SPLIT, ids=lambda each: each[0]["kind"])
+def test_processes_of_a_split_model_have_all_devices_and_the_first_one_is_served(manifests):
+    jobset, *services = manifests
+    is_jobset = jobset["kind"] == "JobSet"
+    workload = job(jobset) if is_jobset else jobset
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    (devices,) = map(int, container["resources"]["limits"].values())
+    count = workload["spec"]["completions" if is_jobset else "replicas"]
+    given = dict(word[2:].split("=", 1) for word in container["args"] if word.startswith("--"))
+    assert int(given["tensor-parallel-size"]) == count * devices
+    label = "batch.kubernetes.io/job-completion-index" if is_jobset else "apps.kubernetes.io/pod-i"
+    selector = services[-1]["spec"]["selector"]
+    assert any(name.startswith(label) and value == "0" for name, value in selector.items())
+    if not is_jobset:
+        host, port = given["coordinator"].split(":")
+        assert host == f"{jobset['metadata']['name']}-0.{services[0]['metadata']['name']}"
+        assert services[0]["spec"]["ports"][0]["port"] == int(port)
+        assert int(given["num-processes"]) == count
 
 
 def test_the_probes_ask_what_fails_once_the_engine_has_ended(llm):
