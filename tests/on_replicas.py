@@ -13,6 +13,7 @@ import jax
 
 import jspec
 from jspec.api.async_llm import AsyncLLM
+from jspec.server.metrics import Observer
 from tests import llm_fixtures
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
@@ -75,6 +76,7 @@ def case(target, tensor: int) -> dict:
     except ValueError as error:
         refusal = str(error)
     llm.load_shared(None)
+    traced = jspec.trace(llm, PROMPTS[0], SETTINGS[0])
     llm.update_params(llm.build.params.target)
     return {
         "tensor": tensor,
@@ -83,6 +85,9 @@ def case(target, tensor: int) -> dict:
         "together": asyncio.run(together(llm)),
         "counted": counted,
         "devices": devices,
+        "traced": traced.text,
+        "metrics": Observer(llm, "tiny").text().decode(),
+        "pages": sum(pool.blocks.num_pages - 1 for pool in llm.runtime.pools),
         "launches": len(seen),
         "refusal": refusal,
     }

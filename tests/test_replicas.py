@@ -1,6 +1,7 @@
 """Data parallelism: engines on devices of their own give the texts of one."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -39,6 +40,16 @@ def test_metrics_and_launches_are_those_of_all_engines(cases):
         for name in ("generation_tokens", "prompt_tokens", "prefix_cache_queries"):
             assert each["counted"][f"vllm:{name}"] == one["counted"][f"vllm:{name}"]
         assert each["launches"] >= 4
+
+
+def test_prometheus_sees_the_pages_of_all_engines(cases):
+    sizes = [re.findall(r'num_gpu_blocks="(\d+)"', each["metrics"]) for each in cases[1]]
+    assert sizes == [[str(each["pages"])] for each in cases[1]]
+
+
+def test_a_trace_runs_on_the_first_engine(cases):
+    for each in cases[1]:
+        assert each["traced"] == cases[0]["texts"][0]
 
 
 def test_the_shared_state_of_several_engines_is_not_saved(cases):

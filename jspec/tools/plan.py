@@ -204,8 +204,8 @@ def _share(devices: int, data_parallel_size: int) -> int:
     """Return the number of devices of an engine."""
     if not is_whole(data_parallel_size, 1) or devices % data_parallel_size:
         raise ValueError(
-            f"data_parallel_size={shown(data_parallel_size)} does not divide the {devices} devices; "
-            "change one of them."
+            f"data_parallel_size={shown(data_parallel_size)} does not divide the {devices} "
+            "devices; change one of them."
         )
     return devices // data_parallel_size
 
