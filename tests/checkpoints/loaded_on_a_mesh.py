@@ -1,6 +1,7 @@
 """Weights and texts of models that are read by four of eight virtual devices; prints JSON.
 
-Its arguments are a target, a draft head for it, and a GGUF file. test_parts.py runs it.
+Its arguments are a target, a draft head for it, and a GGUF file; or a target, a port and the number
+of one of two processes, which have two of the devices each. test_parts.py runs it.
 """
 
 import json
@@ -19,7 +20,7 @@ WAYS = 4
 
 
 def bytes_of_parts(path, mesh) -> dict:
-    """Load a model on a mesh, compare it with the whole one, and return what the host read."""
+    """Load a model on a mesh, compare it with the whole one, and return what this process read."""
     config, plain, _ = checkpoint.load_pretrained(path)
     rules, sizes, part = partition.rules(config, WAYS), [], Entry.part
 
@@ -32,18 +33,21 @@ def bytes_of_parts(path, mesh) -> dict:
     Entry.part = part
     jax.tree.map(check, shared, partition.placed(plain, rules, mesh))
     leaves = jax.tree.leaves(shared)
+    held = [{str(each.index): each.data.nbytes for each in x.addressable_shards} for x in leaves]
     return {
         "read": sum(sizes),
         "largest": max(sizes),
+        "held": sum(sum(parts.values()) for parts in held),
         "weights": sum(leaf.nbytes for leaf in leaves),
-        "largest shard": max(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
+        "largest shard": max(max(parts.values()) for parts in held),
         "largest array": max(leaf.nbytes for leaf in leaves),
     }
 
 
 def check(one, other):
-    np.testing.assert_array_equal(one, other)
     assert one.sharding == other.sharding
+    for mine, its in zip(one.addressable_shards, other.addressable_shards, strict=True):
+        np.testing.assert_array_equal(mine.data, its.data)
 
 
 def texts(target, head, size, draft_size=1) -> list:
@@ -75,11 +79,14 @@ def check_memory(llm) -> None:
 
 
 def main(target: str, head: str, gguf: str):
+    if gguf in ("0", "1"):
+        jax.distributed.initialize(f"localhost:{head}", 2, int(gguf))
+        return print(json.dumps(bytes_of_parts(target, mesh_lib.make(WAYS))))
     mesh = mesh_lib.make(WAYS)
     for path in (target, gguf):
         print(json.dumps(bytes_of_parts(path, mesh)))
     sizes = (1, 1), (WAYS, 1), (WAYS, WAYS)
-    print(json.dumps([texts(target, head, *each) for each in sizes]))
+    return print(json.dumps([texts(target, head, *each) for each in sizes]))
 
 
 if __name__ == "__main__":

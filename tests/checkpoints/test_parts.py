@@ -1,6 +1,7 @@
 """Weights that several devices share: each part of a file is read once, and the parts are all."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.families.names import Entry
-from tests import eight_devices, llm_fixtures
+from tests import eight_devices, llm_fixtures, test_several_processes
 
 RNG = np.random.default_rng(0)
 ENTRIES = {
@@ -130,8 +131,21 @@ def printed(root, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_the_host_reads_each_part_once_and_no_whole_array_that_devices_share(printed, kind):
     counted = printed[kind == "gguf"]
-    assert counted["read"] == counted["weights"]
+    assert counted["read"] == counted["held"] == counted["weights"]
     assert counted["largest"] == counted["largest shard"] == counted["largest array"] // 4
+
+
+def test_each_of_two_processes_reads_only_the_parts_of_its_devices(root):
+    target, port = llm_fixtures.checkpoints(root)["target"], test_several_processes.free_port()
+    module = "tests.checkpoints.loaded_on_a_mesh"
+    commands = [(module, target, port, index) for index in (0, 1)]
+    with test_several_processes.pair(*commands) as both:
+        for process in both:
+            lines, errors = process.communicate(timeout=600)
+            assert process.returncode == 0, errors
+            counted = json.loads(lines.splitlines()[-1])
+            assert counted["read"] == counted["held"] < 0.6 * counted["weights"]  # norms are whole
+            assert counted["largest"] == counted["largest array"] // 4
 
 
 def test_texts_of_weights_that_are_read_in_parts_are_those_of_whole_ones(printed):
