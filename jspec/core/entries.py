@@ -44,6 +44,7 @@ class Commit:
     length: Array
     table: Array | None = None
     _starts: dict[int, Array] = dataclasses.field(default_factory=dict)
+    _places: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
 
     def start(self, capacity: int) -> Array:
         """Return the first slot [B] that each row writes, in buffers of ``capacity`` slots.
@@ -56,15 +57,18 @@ class Commit:
             self._starts[capacity] = jnp.where(self.count > 0, self.length, end)
         return self._starts[capacity]
 
-    @functools.cached_property
-    def steps(self) -> Array:
-        """0 to R - 1."""
-        return jnp.arange(self.path.shape[1])
+    def places(self, num_pages: int, page: int) -> tuple[Array, Array]:
+        """Return the pages [B, R] of the path's nodes, and their slots in pages of ``page`` tokens.
 
-    @functools.cached_property
-    def slots(self) -> Array:
-        """The slots [B, R] of the nodes of the path."""
-        return self.length[:, None] + self.steps
+        Nodes that are not committed have the page ``num_pages``, which does not exist.
+        """
+        if page not in self._places:
+            steps = jnp.arange(self.path.shape[1])
+            slots = self.length[:, None] + steps
+            ids = jnp.take_along_axis(self.table, lax.div(slots, page), 1, mode="clip")
+            ids = jnp.where(steps < self.count[:, None], ids, num_pages)
+            self._places[page] = ids, lax.rem(slots, page)
+        return self._places[page]
 
 
 class Entry(abc.ABC):
@@ -240,17 +244,16 @@ def _write_pages(commit: Commit, pool: Array, fresh: Array, *, is_divided: bool)
     The head's index is spelled out. As a window or a batch of heads, XLA for TPU would copy the
     pool. XLA cannot split such a scatter without an exchange, so each device writes its own heads.
     """
-    (num_pages, _, page, _), steps, slots = pool.shape, commit.steps, commit.slots
-    ids = jnp.take_along_axis(commit.table, slots // page, 1, mode="clip")
-    ids = jnp.where(steps < commit.count[:, None], ids, num_pages)  # beyond it: dropped
+    ids, slots = commit.places(pool.shape[0], pool.shape[2])
     fresh = fresh.astype(dtype_of(pool))
     if fresh.dtype != pool.dtype:
         fresh = lax.bitcast_convert_type(fresh, pool.dtype)
-    fresh = jnp.take_along_axis(fresh, commit.path[:, None, :, None], NODE_AXIS)
+    path = commit.path[:, None, :, None]
+    fresh = jnp.take_along_axis(fresh, path, NODE_AXIS, mode="promise_in_bounds")
 
     def write(pool: Array, fresh: Array, ids: Array, slots: Array) -> Array:
         index = ids[:, None], jnp.arange(pool.shape[1])[:, None], slots[:, None]
         return pool.at[index].set(fresh, mode="drop")
 
     write = sharding.over_heads(write, is_split=is_divided)
-    return write(pool, fresh, ids, slots % page)
+    return write(pool, fresh, ids, slots)

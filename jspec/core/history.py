@@ -11,7 +11,8 @@ from jspec.core.types import Array, Draft, History, Request, Tree, Verdict
 
 def root_token(history: History) -> Array:
     """Return the last committed token of every row, [B]: node 0 of the next draft."""
-    return jnp.take_along_axis(history.tokens, history.length[:, None] - 1, 1)[:, 0]
+    last = history.length[:, None] - 1
+    return jnp.take_along_axis(history.tokens, last, 1, mode="promise_in_bounds")[:, 0]
 
 
 def root_alone(history: History) -> Draft:
@@ -84,7 +85,8 @@ def is_ended(request: Request, history: History) -> Array:
 
 def emitted_tokens(draft: Draft, verdict: Verdict) -> Array:
     """Return the emitted tokens [B, K+1]; the first ``num_emitted`` of each row are defined."""
-    accepted = jnp.take_along_axis(draft.tokens, verdict.path, 1)[:, 1:]
+    path = verdict.path[:, 1:]
+    accepted = jnp.take_along_axis(draft.tokens, path, 1, mode="promise_in_bounds")
     accepted = jnp.pad(accepted, ((0, 0), (0, 1)))
     is_last = jnp.arange(accepted.shape[1]) == verdict.num_emitted[:, None] - 1
     return jnp.where(is_last, verdict.next_token[:, None], accepted)

@@ -237,9 +237,11 @@ def top_k(values: Array, count: int) -> tuple[Array, Array]:
     blocks = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*shape, num_blocks, _BLOCK)
     # In the order of their indices, so that the first of equal values comes first.
     chosen = jnp.sort(lax.top_k(blocks.max(-1), count)[1], -1)
-    inside = jnp.take_along_axis(blocks, chosen[..., None], -2)  # [..., count, _BLOCK]
+    inside = jnp.take_along_axis(
+        blocks, chosen[..., None], -2, mode="promise_in_bounds"
+    )  # [..., count, _BLOCK]
     best, index = lax.top_k(inside.reshape(*shape, count * _BLOCK), count)
-    block = jnp.take_along_axis(chosen, index // _BLOCK, -1)
+    block = jnp.take_along_axis(chosen, index // _BLOCK, -1, mode="promise_in_bounds")
     return best, block * _BLOCK + index % _BLOCK
 
 
@@ -375,7 +377,8 @@ def _block_scores(blocks: Array, uniform: Array) -> Array:
 def _token_scores(blocks: Array, uniform: Array, block: Array) -> Array:
     """Return log-weights of the tokens of ``block`` [B] with their noise: [B, size]."""
     size = blocks.shape[-1]
-    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    block_of_row = block[:, None, None]
+    inside = jnp.take_along_axis(blocks, block_of_row, 1, mode="promise_in_bounds")[:, 0]
     tokens = block[:, None] * size + jnp.arange(size)
     return inside + token_noise(uniform, tokens).astype(blocks.dtype)
 

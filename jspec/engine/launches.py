@@ -179,5 +179,5 @@ def ended(
     """Return the launch with the tokens that its rounds, of K = ``max_depth``, added."""
     size = len(launch.accepted) * (max_depth + 1)
     positions = launch.start[:, None] + jnp.arange(size)
-    tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
+    tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="promise_in_bounds")
     return launch.replace(tokens=tokens, length=history.length, done=done, num_cached=num_cached)

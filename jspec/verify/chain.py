@@ -45,7 +45,7 @@ def chain_probs(processed: Array, draft: Draft) -> ChainProbs:
 
 
 def _at(log_probs: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(log_probs, tokens[..., None], -1)[..., 0]
+    return jnp.take_along_axis(log_probs, tokens[..., None], -1, mode="promise_in_bounds")[..., 0]
 
 
 def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:

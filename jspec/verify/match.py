@@ -27,7 +27,8 @@ def match(
     rest is as for ``jspec.verify.rejection``; the next logits are the target's.
     """
     del proposal
-    matches = draft.valid & (draft.tokens == jnp.take_along_axis(draws, tree.parents, 1))
+    at_parent = jnp.take_along_axis(draws, tree.parents, 1, mode="promise_in_bounds")
+    matches = draft.valid & (draft.tokens == at_parent)
     accepted, _ = with_ancestors(matches, tree)  # paths with equal tokens have equal draws
     end = jnp.argmax(jnp.where(accepted, tree.depth, -1), 1)
     return end_at(end, processed, tree)
@@ -51,7 +52,7 @@ def follow(draw: Callable[[Array], Array], draft: Draft, tree: Tree) -> tuple[Ar
         node = jnp.argmax(here, 1).astype(end.dtype)
         token = jnp.where(active, draw(node), token)
         # Siblings may repeat a token: all of them are on the path until one of them goes on.
-        parent_here = jnp.take_along_axis(here, tree.parents, 1)
+        parent_here = jnp.take_along_axis(here, tree.parents, 1, mode="promise_in_bounds")
         below = draft.valid & parent_here & (draft.tokens == token[:, None]) & active[:, None]
         below = below.at[:, 0].set(False)
         end = jnp.where(active, node, end)

@@ -109,7 +109,7 @@ def end_at(end: Array, processed: Array, tree: Tree) -> tuple[Array, Array, Arra
 def take(rows: Array, index: Array) -> Array:
     """Return entry ``index`` [B] of each of ``rows`` [B, N, ...]: [B, ...]."""
     index = index.reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.take_along_axis(rows, index, 1, mode="clip")[:, 0]
+    return jnp.take_along_axis(rows, index, 1, mode="promise_in_bounds")[:, 0]
 
 
 def one_hot(index: Array, size: int) -> Array:

@@ -109,7 +109,9 @@ def _without_degenerate(draft: Draft, tree: Tree) -> Draft:
     if draft.logits is None:
         return draft
     broken = ~jnp.isfinite(draft.logits.max(-1))  # [B, N]
-    dropped = jnp.take_along_axis(broken, tree.parents, 1).at[:, 0].set(False)
+    dropped = (
+        jnp.take_along_axis(broken, tree.parents, 1, mode="promise_in_bounds").at[:, 0].set(False)
+    )
     if draft.sampled is not None:
         dropped &= draft.sampled
     ancestors = trees.unpack_bits(tree.ancestors, dropped.shape[1])  # [B, N, N]
@@ -122,6 +124,6 @@ def _without_degenerate(draft: Draft, tree: Tree) -> Draft:
 def _verdict(impossible: Array, path: Array, num_accepted: Array, next_token: Array) -> Verdict:
     """A verdict that is valid up to the first ``impossible`` node [B, N] of the path."""
     on_path = jnp.arange(path.shape[1]) <= num_accepted[:, None]
-    ends = jnp.take_along_axis(impossible, path, 1, mode="clip") & on_path
+    ends = jnp.take_along_axis(impossible, path, 1, mode="promise_in_bounds") & on_path
     num_valid = jnp.where(ends.any(-1), jnp.argmax(ends, -1), num_accepted + 1).astype(jnp.int32)
     return Verdict(path, num_accepted + 1, next_token, num_valid)

@@ -80,7 +80,7 @@ class CachedDrafter(TreeDrafter):
         history, path, count = round.history, round.verdict.path, round.verdict.num_emitted
         root = history.length - count - 1
         positions = root[:, None] + jnp.arange(path.shape[1])
-        following = jnp.take_along_axis(history.tokens, positions + 1, 1, mode="clip")
+        following = jnp.take_along_axis(history.tokens, positions + 1, 1, mode="promise_in_bounds")
         features = along_path(round.out.features, path)
         return self._commit(round.params, round.memory, following, features, count), round.shared
 

@@ -50,7 +50,8 @@ def rows_at(x: Array, index: Array | None) -> Array:
     """Return rows ``index`` [B, m] of x [B, T, ...]; all rows if it is None."""
     if index is None:
         return x
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
 def product(equation: str, x: Array, weights: Array) -> Array:
