@@ -23,6 +23,7 @@ from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.sharding.channel import Replica, everywhere
+from jspec.sharding.placement import Placement
 
 
 class Worker(Replica):
@@ -252,5 +253,5 @@ def _in_place_of(old: Any, new: Any) -> jax.Array:
     An array that is committed to a device would compile another program than one that is not.
     """
     if getattr(old, "committed", False):
-        return sharding.put(new, old.sharding)
+        return Placement(old.sharding, layout=old.format.layout).put(new)
     return jax.device_put(np.asarray(new) if getattr(new, "committed", False) else new)

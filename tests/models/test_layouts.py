@@ -47,6 +47,8 @@ def test_matrices_have_the_layouts_of_the_table_and_texts_stay(target, table):
         assert columns == [name for name in found if name.endswith(".qkv")] != []
         texts = [llm.generate(["the quick"], SETTINGS)[0].outputs[0] for llm in (plain, laid)]
         assert texts[0].token_ids == texts[1].token_ids
+    laid.update_params(jax.tree.map(np.asarray, laid.build.params.target))
+    assert orders(laid.build.params.target) == found
 
 
 def test_the_first_row_without_a_name_is_for_all_other_matrices(table):
