@@ -52,40 +52,13 @@ class Backend(NamedTuple):
         return self.load(operation).refusal(*arrays) if self.refuses else None
 
 
-class Default(NamedTuple):
-    """Arrays of bfloat16 for which a kernel of tree attention is the default, if it takes them."""
-
-    backend: str  # Result of ``jax.default_backend``.
-    kinds: tuple[str, ...]  # Beginnings of ``jax.Device.device_kind``.
-    has_pages: bool
-    most_nodes: int
-    most_devices: int | None  # Devices of JAX; None for any number.
-    evidence: str
-
-
-_COMPILED = "compiled: bytes of a round in tests/aot/roofline.json"
-DEFAULTS = {
-    "pallas_gpu": (
-        Default("gpu", ("",), False, 64, 1, "measured: accelerator_check_h200.json, 3.1 to 7.8 x"),
-        Default("gpu", ("",), True, 64, None, _COMPILED),
-    ),
-    "pallas_tpu": (Default("tpu", ("TPU v5", "TPU v6", "TPU7x"), True, 1024, None, _COMPILED),),
-}
-
-
-def _by_evidence(backend: Backend, q: Array, tree_k: Array, *cache: Array | None) -> bool:
-    """Return whether ``DEFAULTS`` has such arrays on this device; ``cache`` has keys and table."""
-    if jax.default_backend() == "cpu" or tree_k.dtype != jnp.bfloat16:
+def _by_evidence(backend: Backend, *arrays: Array | None) -> bool:
+    """Return whether ``kernels/tree_attention/defaults.py`` lists such arrays on this device."""
+    if jax.default_backend() == "cpu":
         return False
-    kind, count = jax.devices()[0].device_kind, jax.device_count()
-    return any(
-        jax.default_backend() == each.backend
-        and kind.startswith(each.kinds)
-        and each.has_pages == (cache[1] is not None)
-        and q.shape[2] <= each.most_nodes
-        and count <= (each.most_devices or count)
-        for each in DEFAULTS[backend.module]
-    ) and not backend.refusal("tree_attention", q, tree_k, *cache)
+    defaults = importlib.import_module("jspec.kernels.tree_attention.defaults")
+    is_listed = defaults.lists(backend.module, *arrays)
+    return is_listed and not backend.refusal("tree_attention", *arrays)
 
 
 # The back-ends of every operation. The first default for the platform and the arrays runs, or the

@@ -96,6 +96,7 @@ class Cell:
     nodes: int  # N; 1 for no drafter, else an EAGLE-3 head and a chain of N - 1
     sampled: bool = False
     tp: int = 1
+    draft_tp: int = 1
     attention: str = "xla"  # or "kernel", the Pallas kernel of the device
     layouts: bool = False  # weights in the layouts of ``models.layouts``, not in the default ones
 
@@ -106,7 +107,8 @@ class Cell:
         tokens = f"{self.context // 1024}k"
         words = (self.model, f"B {self.batch}", tokens, f"N {self.nodes}", sampled, self.attention)
         tp, laid = [f"TP {self.tp}"] * (self.tp > 1), ["layouts"] * self.layouts
-        return ", ".join((*words, *tp, *laid))
+        draft_tp = [f"draft TP {self.draft_tp}"] * (self.draft_tp > 1)
+        return ", ".join((*words, *tp, *draft_tp, *laid))
 
     def num_pages(self, window: int | None = None) -> int:
         """Return the pages that hold what all rows see, and the null page."""
@@ -141,6 +143,7 @@ TABLE = (
         {"sampled": True} | _LAID,
         *({"tp": tp} | _LAID for tp in (4, 8)),
         *(_70B | {"tp": tp} | _LAID for tp in (4, 8)),
+        {"tp": 8, "draft_tp": 8} | _LAID,
     ),
     *_cells("v5e", _XLA, {}, *({"tp": tp} | _LAID for tp in (4, 8)), _70B | _LAID | {"tp": 8}),
     *_cells("tpu7x", _XLA | _LAID, {}, _LAID, *(_70B | {"tp": tp} | _LAID for tp in (4, 8))),
@@ -162,6 +165,7 @@ TABLE = (
         _70B,
         *({"tp": tp} for tp in (4, 8)),
         *(_70B | {"tp": tp} for tp in (4, 8)),
+        *({"tp": tp, "draft_tp": tp} for tp in (4, 8)),
     ),
 )
 
@@ -188,17 +192,19 @@ class Placing:
         with mesh_lib.on(self.mesh):
             return entries.settled(tree)
 
-    def weights(self, params: Params, network: decoder.DecoderConfig) -> Params:
-        """Put the target's weights on the devices in parts, and the drafter's on every one."""
+    def weights(self, params: Params, plan: Plan, cell: Cell) -> Params:
+        """Put weights on the devices, in parts as ``cell`` has them."""
         rules = {}
-        if self.mesh is not None:
-            rules = partition.rules(network, mesh_lib.size_of(self.mesh))
+        if cell.tp > 1:
+            rules["target"] = partition.rules(plan.target.config, cell.tp)
+        if cell.draft_tp > 1:
+            rules["drafter"] = partition.draft_rules(plan.drafter.config, cell.draft_tp)
 
         def one(path, leaf):
             keys = tuple(getattr(key, "name", getattr(key, "idx", None)) for key in path)
-            place = self._whole
-            if keys[0] == "target" and keys[1:] in rules:
-                place = NamedSharding(self.mesh, rules[keys[1:]].spec)
+            place, whose = self._whole, rules.get(keys[0], {})
+            if keys[1:] in whose:
+                place = NamedSharding(self.mesh, whose[keys[1:]].spec)
             layout = layouts.of(self._kind, keys) if leaf.ndim == 2 else None
             return _on(leaf, place if layout is None else Format(layout, place))
 
@@ -238,7 +244,7 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
             target_vocab_size=network.vocab_size,
             separate_head=True,
         )
-        drafter = Eagle(head, target, cell.nodes - 1)
+        drafter = Eagle(partition.split_draft(head, cell.draft_tp), target, cell.nodes - 1)
     return Plan(target, drafter, packed=True, platform=PLATFORMS[platform])
 
 
@@ -247,7 +253,7 @@ def trace(
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, windowed=windowed)
-    params = jax.eval_shape(functools.partial(_params, plan))
+    params = jax.eval_shape(functools.partial(params_of, plan))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
     request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
@@ -259,7 +265,7 @@ def trace(
     hidden = windowed and cell.attention == "kernel"
     pools = pool(cell.num_pages(MODELS[cell.model].window if hidden else None))
     table = jax.ShapeDtypeStruct((cell.batch, MAX_MODEL_LEN // pages.PAGE_SIZE), jnp.int32)
-    params = placing.weights(params, plan.target.config)
+    params = placing.weights(params, plan, cell)
     pools = placing.state(pools)
     with mesh_lib.on(placing.mesh):
         traced = launch.trace(
@@ -284,7 +290,7 @@ def trace(
     )
 
 
-def _params(plan: Plan) -> Params:
+def params_of(plan: Plan) -> Params:
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if isinstance(plan.drafter, NoDrafter):
@@ -304,7 +310,8 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
     total = _bytes(target) - embedding + sum(map(_live(cell), network.layers)) // cell.tp
     if drafter is not None:
         fc = _bytes(drafter.fc)
-        step = _bytes(drafter) - fc + sum(map(_live(cell), plan.drafter.config.network.layers))
+        live = sum(map(_live(cell), plan.drafter.config.network.layers)) // cell.draft_tp
+        step = _bytes(drafter) - fc + live
         total += fc + plan.max_depth * step
     return total
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from jspec.kernels.tree_attention import defaults
 from tests.aot import measure, roofline, traffic
 from tests.aot.traffic import Caches
 
@@ -106,6 +107,14 @@ def test_arrays_in_main_memory_are_read_by_every_instruction_that_takes_them():
     assert result["near"] == 2 * MATRIX
 
 
+def test_a_kernel_reads_an_array_once_that_it_takes_twice():
+    twice = """  %one = bf16[64,32]{1,0} bitcast(%weight)
+  %two = bf16[64,32]{1,0} bitcast(%weight)
+  %product = bf16[4,32]{1,0:S(1)} custom-call(%x, %one, %two)"""
+    (plain,) = (line for line in ROUND.splitlines() if "%product =" in line)
+    assert sizes(read(ROUND.replace(plain, twice)))["product"] == MATRIX
+
+
 @pytest.mark.parametrize(
     ("context", "window", "turns"), [(64, None, 4), (65, None, 5), (64, 16, 1), (60, 16, 2)]
 )
@@ -147,6 +156,27 @@ def test_figures_of_the_roofline_may_only_get_better():
     worse = before | {"ratio": before["ratio"] + 0.5, "seconds": 10**6}
     assert [problem.split()[0] for problem in roofline.regressions(before, worse)] == ["ratio"]
     assert "--write" in roofline.regressions(None, before)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "kind"),
+    [
+        ("h200", "pallas_gpu", ""),
+        ("v6e", "pallas_tpu", "TPU v6 lite"),
+        ("v5e", "pallas_tpu", "TPU v5 lite"),
+        ("tpu7x", "pallas_tpu", "TPU7x"),
+    ],
+)
+def test_a_kernel_that_is_the_default_over_pages_moves_fewer_bytes_than_xla(device, module, kind):
+    assert any(kind in each.kinds for each in defaults.DEFAULTS[module] if each.has_pages)
+    rows = roofline.load()["devices"][device]
+    pairs = [
+        (rows[name.replace(", xla", ", kernel")]["ratio"], row["ratio"])
+        for name, row in rows.items()
+        if ", xla" in name and name.replace(", xla", ", kernel") in rows
+    ]
+    assert all(kernel <= xla for kernel, xla in pairs)
+    assert any(kernel < 0.8 * xla for kernel, xla in pairs)
 
 
 def test_the_docs_show_the_table_of_the_roofline():

@@ -208,7 +208,9 @@ class _Program:
             return _size(update) + (0 if _FAST in line.result else _all(update))
         if operation == "copy-start":
             return _size(first) + _first(line.result)
-        return sum(map(_size, types.values())) + self._result(line)
+        # A kernel reads an array once that it is passed in several forms.
+        sources = {_source(body, name): result for name, result in types.items()}
+        return sum(map(_size, sources.values())) + self._result(line)
 
     def _result(self, line: Instruction) -> int:
         """Return the bytes of a result; a library's workspace is none."""
@@ -281,6 +283,13 @@ def _operands(line: Instruction) -> list[str]:
             words[-1] += letter
     matches = (_NAME.search(word.strip()) for word in words)
     return [match[1] for match in matches if match]
+
+
+def _source(body: dict[str, Instruction], name: str) -> str:
+    """Return the name of the array that a name stands for, behind bitcasts."""
+    while name in body and body[name].operation == "bitcast":
+        (name,) = _operands(body[name])
+    return name
 
 
 def _called(line: Instruction, key: str) -> str | None:
