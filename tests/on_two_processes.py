@@ -21,21 +21,24 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
+EBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= "a" | "[" root "]"'  # followed by the host
 FEW = {"max_tokens": 24, "ignore_eos": True}
-SETTINGS = [
-    jspec.SamplingParams(temperature=0, **FEW),
-    jspec.SamplingParams(temperature=0.8, top_p=0.95, seed=3, n=2, **FEW),
-    jspec.SamplingParams(temperature=1, seed=5, structured_outputs={"regex": "(ab|cd)+"}, **FEW),
-]
+GREEDY = jspec.SamplingParams(temperature=0, **FEW)
+DRAWN = jspec.SamplingParams(temperature=0.8, top_p=0.95, seed=3, n=2, **FEW)
+REGEX = jspec.SamplingParams(temperature=1, seed=5, structured_outputs={"regex": "(ab|cd)+"}, **FEW)
+SCORED = jspec.SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1, **FEW)
+FOLLOWED = jspec.SamplingParams(temperature=1, seed=5, structured_outputs={"grammar": EBNF}, **FEW)
+CASES = {"few": (NGRAM, [GREEDY, DRAWN, REGEX]), "more": (SUFFIX, [SCORED, DRAWN, FOLLOWED])}
 PROMPTS = ["the quick brown fox jumps", "the quick brown fox", "def add(x"]
 
 
-def texts(llm: jspec.LLM) -> list[list[int]]:
-    """Return tokens: greedy, drawn and with a grammar, after a text that its reader left."""
-    stream = llm.stream(PROMPTS[0], SETTINGS[0], rounds=1)
+def texts(llm: jspec.LLM, settings: list[jspec.SamplingParams]) -> list[list[int]]:
+    """Return tokens, after a text that its reader left."""
+    stream = llm.stream(PROMPTS[0], GREEDY, rounds=1)
     next(stream)
     stream.close()
-    outputs = llm.generate(PROMPTS, SETTINGS)
+    outputs = llm.generate(PROMPTS, settings)
     return [list(text.token_ids) for output in outputs for text in output.outputs]
 
 
@@ -56,33 +59,33 @@ def louder(model: str, ways: int) -> Any:
 
 def main():
     case, model, port, index = sys.argv[1:]
+    drafter, settings = CASES["few" if case == "runs" else case]
     llm = jspec.LLM(
         model,
-        NGRAM,
+        drafter,
         tensor_parallel_size=4,
         coordinator=f"localhost:{port}",
         num_processes=2,
         process_id=int(index),
         **SMALL,
     )
-    if case == "texts":
-        several = texts(llm)
-        preempted = sum(metric.value for metric in llm.get_metrics() if "preem" in metric.name)
-        llm.update_params(louder(model, 4))
-        several += texts(llm)
-        try:
-            llm.generate("a", jspec.SamplingParams(logits_processors=[lambda logits, *_: logits]))
-        except ValueError as error:
-            refused = str(error)
-        alone = jspec.LLM(model, NGRAM, **SMALL)
-        one = texts(alone)
-        alone.update_params(louder(model, 1))
-        one += texts(alone)
-        print(json.dumps([several, one, preempted, refused]), flush=True)
-    else:
-        while True:
-            llm.generate(PROMPTS)
-            print("runs", flush=True)
+    while case == "runs":
+        llm.generate(PROMPTS)
+        print("runs", flush=True)
+    several, alone = texts(llm, settings), jspec.LLM(model, drafter, **SMALL)
+    one = texts(alone, settings)
+    if case == "more":
+        for each, ways in ((llm, 4), (alone, 1)):
+            each.update_params(louder(model, ways))
+            each.load_shared(None)
+        several += texts(llm, settings)
+        one += texts(alone, settings)
+    try:
+        llm.generate("a", jspec.SamplingParams(logits_processors=[lambda logits, *_: logits]))
+    except ValueError as error:
+        refused = str(error)
+    preempted = sum(metric.value for metric in llm.get_metrics() if "preem" in metric.name)
+    print(json.dumps([several, one, preempted, refused]), flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ STAND_INS = {
 }
 CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # replaced by the embedded target and a template
 SERVER = "http://localhost:8000"  # replaced by a server of the tests
-LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; they have their own tests
+# They take seconds to minutes, and have their own tests.
+LONG = ("certify", "bench", "trace", "tune", "serve")
 
 
 def blocks(language):
