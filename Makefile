@@ -99,7 +99,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/pip
 $(AOT_VENV)/.aot: pyproject.toml Makefile
 	@echo "Installing compilers for TPU and CUDA into $(AOT_VENV) (once; a minute or two) ..."
 	@$(PYTHON) -m venv $(AOT_VENV)
-	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[tpu]' \
+	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[tpu,train]' \
 	  'jax[tpu]==$(AOT_JAX)'
 	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)

@@ -29,14 +29,15 @@ class Device:
 
     def describe(self, chips: int) -> list:
         """Return descriptions of the devices of ``chips`` chips (two per tpu7x chip)."""
-        devices = self._devices(self.chip_grid)
+        devices = self.of_grid(self.chip_grid)
         return devices[: chips * len(devices) // 4]
 
     def first(self, count: int) -> list:
         """Return descriptions of up to eight devices."""
-        return self._devices(self.grid_of_eight if count > 4 else self.chip_grid)[:count]
+        return self.of_grid(self.grid_of_eight if count > 4 else self.chip_grid)[:count]
 
-    def _devices(self, grid: str) -> list:
+    def of_grid(self, grid: str) -> list:
+        """Return descriptions of the devices of a grid, in the words of the compiler."""
         from jax.experimental import topologies
 
         options = {"topology_name": grid}
