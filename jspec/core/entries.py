@@ -57,7 +57,7 @@ class Commit:
             self._starts[capacity] = jnp.where(self.count > 0, self.length, end)
         return self._starts[capacity]
 
-    def places(self, num_pages: int, page: int) -> tuple[Array, Array]:
+    def pages_and_slots(self, num_pages: int, page: int) -> tuple[Array, Array]:
         """Return the pages [B, R] of the path's nodes, and their slots in pages of ``page`` tokens.
 
         Nodes that are not committed have the page ``num_pages``, which does not exist.
@@ -244,7 +244,7 @@ def _write_pages(commit: Commit, pool: Array, fresh: Array, *, is_divided: bool)
     The head's index is spelled out. As a window or a batch of heads, XLA for TPU would copy the
     pool. XLA cannot split such a scatter without an exchange, so each device writes its own heads.
     """
-    ids, slots = commit.places(pool.shape[0], pool.shape[2])
+    ids, slots = commit.pages_and_slots(pool.shape[0], pool.shape[2])
     fresh = fresh.astype(dtype_of(pool))
     if fresh.dtype != pool.dtype:
         fresh = lax.bitcast_convert_type(fresh, pool.dtype)
