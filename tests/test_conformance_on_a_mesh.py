@@ -12,7 +12,8 @@ from tests.test_conformance import DRAFTERS
 
 def check(*methods):
     cases = eight_devices.printed("tests.conformance_on_a_mesh", *methods)
-    assert cases
+    # None: the caches of a method of users have no pages.
+    assert {case["preempted"] for case in cases} & {True, None}
     for case in cases:
         assert case["several"] == case["one"], case["case"]
 
