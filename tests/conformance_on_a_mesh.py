@@ -85,6 +85,12 @@ def split(drafter, weights, target, mesh, size):
     return drafter, partition.placed(weights, rules, mesh)
 
 
+@functools.cache
+def weights_of(method, tree):
+    """Return the drafter's weights, which may be others at every call of their function."""
+    return DRAFTERS[method][tree][1]()
+
+
 def names_of(weights):
     """Return the names of the fields of weights."""
     return vars(weights) if dataclasses.is_dataclass(weights) else ()
@@ -93,8 +99,8 @@ def names_of(weights):
 def texts(case, mesh=None, draft_size=1):
     """Return the texts of a case, and whether sequences were preempted; None without pages."""
     method, tree, rule, kind = case
-    (drafter, weights), target = DRAFTERS[method][tree], tiny.TARGET
-    params = Params(tiny.params().target, weights())
+    (drafter, _), target = DRAFTERS[method][tree], tiny.TARGET
+    params = Params(tiny.params().target, weights_of(method, tree))
     if mesh is not None:
         size = mesh_lib.size_of(mesh)
         whole, target = target.config, Decoder(partition.split(target.config, size))
