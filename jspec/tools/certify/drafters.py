@@ -213,6 +213,11 @@ def _noise(name: str, rounds: list[Observation]) -> Finding:
             measured = excess(table.ravel(), np.repeat(probs, _COARSE_BINS, 1).ravel())
             later = " a round later" * (first.time[0] < second.time[0])
             tried.append((measured, f"worst: {first.words}, then {second.words}{later}"))
+    if not tried:
+        raise ValueError(
+            f"num_drafts is too small for {name}: no two of its draws were made in {_FEW} rounds; "
+            "raise it."
+        )
     measured, note = max(tried)
     subject = f"{name}: draws are independent of everything drawn before"
     return Finding("drafter", subject, measured, 1.0, note)

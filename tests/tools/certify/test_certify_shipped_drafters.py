@@ -69,6 +69,11 @@ def test_too_few_drafts_are_refused(number):
         findings(Chain(), num_drafts=number)
 
 
+def test_too_few_rounds_to_compare_draws_are_refused():
+    with pytest.raises(ValueError, match="num_drafts is too small for Chain: no two of its draws"):
+        findings(Chain(), num_drafts=128)
+
+
 SHIPPED_DRAFTERS = [(method, shape) for method, shapes in DRAFTERS.items() for shape in shapes]
 FAST = [("custom_class", "chain")]
 
