@@ -26,7 +26,8 @@ def _with_more_heads(**sizes):
     return _build(**sizes | {"num_heads": HEADS, "head_dim": wide // HEADS})
 
 
-networks.build = _with_more_heads  # before the tiny networks are made
+if __name__ == "__main__":  # before the tiny networks are made, and in no process of pytest
+    networks.build = _with_more_heads
 
 from jspec.core.types import Params  # noqa: E402
 from jspec.engine import functional as host  # noqa: E402

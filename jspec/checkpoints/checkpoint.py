@@ -25,7 +25,7 @@ from jspec.checkpoints.files.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.sharding.placement import Placement, as_placement
 from jspec.util import staging
-from jspec.util.messages import shown
+from jspec.util.messages import first_line, shown
 
 Shardings = Callable[[tuple[str | int, ...]], Sharding | Placement]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -202,7 +202,7 @@ def load_tokenizer(path: PathLike):
     except Exception as error:  # transformers raises many types
         raise ValueError(
             f"transformers cannot read the tokenizer in {directory}: "
-            f"{model_files.first_line(error)}; download or save it again"
+            f"{first_line(error)}; download or save it again"
         ) from None
 
 

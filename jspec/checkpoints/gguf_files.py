@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jspec.checkpoints.files import model_files
-from jspec.util.messages import printable, shown
+from jspec.util.messages import first_line, printable, shown
 
 _END = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -216,6 +216,4 @@ def _reader(path: Path) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} is not a whole GGUF file ({model_files.first_line(error)}); download it again"
-    )
+    return ValueError(f"{path} is not a whole GGUF file ({first_line(error)}); download it again")

@@ -8,10 +8,9 @@ llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tok
 import functools
 from typing import Any
 
-from jspec.checkpoints.files import model_files
 from jspec.checkpoints.gguf_config import CONTROL, ENDS
 from jspec.checkpoints.gguf_files import GgufFile
-from jspec.util.messages import shown
+from jspec.util.messages import first_line, shown
 
 _UNKNOWN, _USER_DEFINED = 2, 4  # ggml's types of tokens
 _SPACE = "▁"  # SentencePiece's
@@ -107,7 +106,7 @@ def _made(file: GgufFile, tokens: list[str]) -> Any:
         raise
     except Exception as error:
         raise ValueError(
-            f"{file.path} has a damaged tokenizer ({model_files.first_line(error)}); download it "
+            f"{file.path} has a damaged tokenizer ({first_line(error)}); download it "
             "again, or pass tokenizer= with the original model's directory or hub id"
         ) from None
 

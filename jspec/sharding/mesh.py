@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jspec.sharding import TENSOR
 from jspec.sharding.placement import Placement
+from jspec.util.platforms import default_backend
 
 
 def make(size: int) -> Mesh | None:
@@ -20,8 +21,9 @@ def make_all(size: int, count: int) -> list[Mesh | None]:
     """Return the meshes of ``count`` engines, of ``size`` devices each; [None] for one device.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are fewer devices, or JAX cannot start the platform that it is to run on.
     """
+    default_backend()
     total, devices = size * count, jax.devices()
     if total == 1:
         return [None]

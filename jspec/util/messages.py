@@ -57,3 +57,8 @@ def printable(name: str, most: int = 200) -> str:
     """
     name = name if name.isprintable() else repr(name)[1:-1]
     return name if len(name) <= most else f"{name[: most - 3]}..."
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]

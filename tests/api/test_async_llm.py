@@ -232,7 +232,7 @@ def test_a_step_that_fails_while_nothing_runs_ends_the_requests_and_not_the_thre
 
     with AsyncLLM(llm) as served:
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "step", fail)
+            patch.setattr(Engine, "dispatch", fail)
             results = asyncio.run(both())
         later = asyncio.run(last(served, PROMPTS[1], params(1)))
         assert served.error is None and served.num_running == 0

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,7 +20,8 @@ from jspec.checkpoints.families.names import HARMLESS, Entry
 from jspec.checkpoints.files import safetensors_files, torch_files
 from jspec.models.decoder import DecoderConfig
 from jspec.util import staging, values
-from jspec.util.messages import printable, shown
+from jspec.util.messages import first_line, printable, shown
+from jspec.util.platforms import default_backend
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -90,11 +90,6 @@ def locate_weights(path: PathLike) -> Path:
     return locate(path, ("*.safetensors",))
 
 
-def first_line(error: Exception) -> str:
-    """Return the type of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
-
-
 def stated_dtype(raw: dict) -> str | None:
     """Return the dtype that a config.json names, under its new or its old key."""
     stated = raw.get("dtype") or raw.get("torch_dtype")
@@ -118,22 +113,7 @@ def known_dtype(dtype: Any) -> np.dtype:
 
 def working_dtype(weights_dtype: np.dtype) -> str:
     """Return the dtype of activations: float32 on a CPU, that of the weights elsewhere."""
-    return "float32" if _backend() == "cpu" else weights_dtype.name
-
-
-def _backend() -> str:
-    """Return the name of JAX's backend; raise ValueError if the platform asked for cannot start."""
-    try:
-        return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # raised by a plugin, or where there is none
-        asked = str(jax.config.jax_platforms)
-        extra = next((name for name in ("cuda", "tpu") if name in asked), None)
-        remedy = f"install it (pip install 'jspec-decoding[{extra}]'), or " if extra else ""
-        reason = f" ({first_line(error)})" if str(error) else ""
-        raise ValueError(
-            f"JAX_PLATFORMS={asked} names a platform that JAX cannot start here{reason}; {remedy}"
-            "leave JAX_PLATFORMS unset to take the devices that there are"
-        ) from None
+    return "float32" if default_backend() == "cpu" else weights_dtype.name
 
 
 def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
