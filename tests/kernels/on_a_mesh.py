@@ -47,7 +47,7 @@ def texts(devices: int, method: str) -> list[list[int]]:
     """Return greedy and drawn tokens, with kernels for target and drafter."""
     llm = jspec.LLM(
         on_a_mesh.target("standard"),
-        on_a_mesh.config(method) | {"attention_backend": INTERPRETED},
+        on_a_mesh.config(method, devices) | {"attention_backend": INTERPRETED},
         max_num_seqs=2,
         max_model_len=64,
         block_size=8,
