@@ -237,9 +237,8 @@ def top_k(values: Array, count: int) -> tuple[Array, Array]:
     blocks = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*shape, num_blocks, _BLOCK)
     # In the order of their indices, so that the first of equal values comes first.
     chosen = jnp.sort(lax.top_k(blocks.max(-1), count)[1], -1)
-    inside = jnp.take_along_axis(
-        blocks, chosen[..., None], -2, mode="promise_in_bounds"
-    )  # [..., count, _BLOCK]
+    rows = chosen[..., None]
+    inside = jnp.take_along_axis(blocks, rows, -2, mode="promise_in_bounds")  # [..., count, _BLOCK]
     best, index = lax.top_k(inside.reshape(*shape, count * _BLOCK), count)
     block = jnp.take_along_axis(chosen, index // _BLOCK, -1, mode="promise_in_bounds")
     return best, block * _BLOCK + index % _BLOCK

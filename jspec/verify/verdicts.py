@@ -109,9 +109,8 @@ def _without_degenerate(draft: Draft, tree: Tree) -> Draft:
     if draft.logits is None:
         return draft
     broken = ~jnp.isfinite(draft.logits.max(-1))  # [B, N]
-    dropped = (
-        jnp.take_along_axis(broken, tree.parents, 1, mode="promise_in_bounds").at[:, 0].set(False)
-    )
+    dropped = jnp.take_along_axis(broken, tree.parents, 1, mode="promise_in_bounds")
+    dropped = dropped.at[:, 0].set(False)
     if draft.sampled is not None:
         dropped &= draft.sampled
     ancestors = trees.unpack_bits(tree.ancestors, dropped.shape[1])  # [B, N, N]
