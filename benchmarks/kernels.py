@@ -140,6 +140,7 @@ def _attend(case, implementation, *, q, tree, ancestors, caches, table, length, 
                 window=case.window,
                 positions=positions,
                 soft_cap=case.soft_cap,
+                sinks=jnp.zeros(q.shape[1]) if case.has_sinks else None,
                 table=table,
                 implementation=implementation,
             )

@@ -135,10 +135,11 @@ def attention(
     cache_v: Array | None,
     length: Array,
     *,
-    scale: float,
+    scale: float | None = None,
     window: int | None = None,
     positions: Array | None = None,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
     implementation: str | None = None,
@@ -146,8 +147,9 @@ def attention(
 ) -> Array:
     """Return attention of tree nodes over the committed prefix and each other; see the reference.
 
-    ``implementation`` names a back-end of ``BACKENDS``; None is the default of the device. With a
-    mesh, each device runs a kernel on its own heads if ``is_split``, else on all.
+    ``scale`` None stands for ``head_dim ** -0.5``, and ``sinks`` are [H]. ``implementation`` names
+    a back-end of ``BACKENDS``; None is the default of the device. With a mesh, each device runs a
+    kernel on its own heads if ``is_split``, else on all.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support these shapes or dtypes,
@@ -166,7 +168,7 @@ def attention(
         {
             each.platform: functools.partial(
                 each.load("tree_attention").tree_attention,
-                scale=scale,
+                scale=q.shape[-1] ** -0.5 if scale is None else scale,
                 window=window,
                 soft_cap=soft_cap,
                 **each.options,
@@ -177,7 +179,17 @@ def attention(
     if any(each.refuses for each in chosen):  # XLA splits no kernel by itself.
         attend = sharding.over_heads(attend, is_split=is_split)
     return attend(
-        q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions, table, first_only
+        q,
+        tree_k,
+        tree_v,
+        ancestors,
+        cache_k,
+        cache_v,
+        length,
+        positions,
+        table,
+        first_only,
+        None if sinks is None else sinks[None, :, None, None],
     )
 
 

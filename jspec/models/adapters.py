@@ -86,11 +86,11 @@ class CachedTarget(AdaptedTarget):
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
         tree = trees.broadcast(tree, tokens.shape[0])
-        mix, tree_kv = attention_over(cache, tree, scale=self.scale)
+        mix, tree_kv = attention_over(cache, tree)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             window = self.windows[layer] if self.windows else None
-            return mix(layer, q, k, v, window=window).astype(q.dtype)
+            return mix(layer, q, k, v, window=window, scale=self.scale).astype(q.dtype)
 
         positions = cache.length[:, None] + tree.depth
         logits, hidden = probe.outputs(self.apply(params, tokens, positions, attend))

@@ -9,6 +9,7 @@ positions. Only chains are supported, because nodes of a tree may share a positi
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -116,7 +117,9 @@ def _attention_over(cache: kv_cache.KVCache) -> tuple[Attend, list[Entry]]:
     """Return ``attention_over`` for chains, with sums in the order of positions."""
     entries = list(cache.layers)
 
-    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(
+        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+    ) -> Array:
         entry = cache.layers[index]
         entries[index] = new = entry.holding(k, v)
         return ops.ordered_attention(
@@ -126,8 +129,8 @@ def _attention_over(cache: kv_cache.KVCache) -> tuple[Attend, list[Entry]]:
             entry.k,
             entry.v,
             cache.length,
-            scale=q.shape[-1] ** -0.5,
             window=window,
+            **scores,
         )
 
     return attend, entries

@@ -86,11 +86,20 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
     return jnp.pad(x, padding)
 
 
-def merge(mixed: Array, log_total: Array) -> Array:
+def merge(
+    mixed: Array, log_total: Array, sinks: Array | None = None, nodes: int | None = None
+) -> Array:
     """Join softmaxes over C parts of the keys: [B, Hkv, R, D].
 
     ``mixed`` [B, Hkv, C, R, D] are the results of the parts, ``log_total`` [B, Hkv, C, R] the logs
-    of their sums of exponentials, ``MASKED`` for a part without visible keys.
+    of their sums of exponentials, ``MASKED`` for a part without visible keys. The ``sinks`` of the
+    reference are one more part, whose result is 0; they need the number of ``nodes``.
     """
-    share = jax.nn.softmax(log_total, axis=2)
+    batch, kv_heads, parts, rows = log_total.shape
+    if sinks is not None:
+        sinks = sinks.astype(log_total.dtype).reshape(1, kv_heads, 1, -1)
+        sinks = pad_to(jnp.repeat(sinks, nodes, axis=3), 3, rows)
+        sinks = jnp.broadcast_to(sinks, (batch, kv_heads, 1, rows))
+        log_total = jnp.concatenate([log_total, sinks], axis=2)
+    share = jax.nn.softmax(log_total, axis=2)[:, :, :parts]
     return (mixed * share[..., None]).sum(2)

@@ -7,11 +7,12 @@ matmuls of different shapes differently.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.tree_attention.softmax import MASKED, Array, dot
+from jspec.kernels.tree_attention.softmax import MASKED, Array, Softmax, dot, with_sinks
 
 TILE = 16  # queries at a time
 BLOCK = 64  # slots at a time; the slots of a cache are a multiple
@@ -25,8 +26,10 @@ def attention(
     cache_v: Array,
     length: Array,
     *,
-    scale: float,
+    scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attend to all positions up to the query's own, in float32.
 
@@ -34,8 +37,11 @@ def attention(
     position ``length + n``, at most S, and S is a multiple of ``BLOCK``.
     """
     batch, heads, nodes, dim = q.shape
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.reshape(1, chain_k.shape[1], -1), TILE, axis=2)
     kv_heads, dtype = chain_k.shape[1], jnp.promote_types(q.dtype, jnp.float32)
     tiles = -(-nodes // TILE)
+    scale = dim**-0.5 if scale is None else scale
     q = jnp.pad(q.astype(dtype) * scale, ((0, 0), (0, 0), (0, tiles * TILE - nodes), (0, 0)))
     q = q.reshape(batch, kv_heads, heads // kv_heads, tiles, TILE, dim)
     # Query heads of one group become rows of one matmul: [tiles, B, Hkv, G * TILE, D].
@@ -46,7 +52,10 @@ def attention(
     keys = functools.partial(_slots, length, cache_k, chain_k)
     values = functools.partial(_slots, length, cache_v, chain_v)
     # [tiles, B, Hkv, G * TILE, D]
-    out = lax.map(lambda tile: _attend(*tile, keys, values, window), (q, positions))
+    attend = functools.partial(
+        _attend, keys=keys, values=values, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    out = lax.map(lambda tile: attend(*tile), (q, positions))
     out = out.reshape(tiles, batch, kv_heads, heads // kv_heads, TILE, dim)
     return jnp.moveaxis(out, 0, 3).reshape(batch, heads, tiles * TILE, dim)[:, :, :nodes]
 
@@ -60,7 +69,16 @@ def _slots(length: Array, cached: Array, chain: Array, start: Array) -> Array:
     return jnp.where((index >= 0)[:, None, :, None], fresh, committed)
 
 
-def _attend(rows: Array, positions: Array, keys, values, window: int | None) -> Array:
+def _attend(
+    rows: Array,
+    positions: Array,
+    *,
+    keys: Callable[[Array], Array],
+    values: Callable[[Array], Array],
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+) -> Array:
     """Attend with one tile of ``rows`` [B, Hkv, G * TILE, D] at ``positions`` [B, TILE]."""
 
     def step(block: Array, carry):
@@ -71,7 +89,10 @@ def _attend(rows: Array, positions: Array, keys, values, window: int | None) -> 
         if window is not None:
             seen &= slots > positions[:, :, None] - window
         seen = jnp.tile(seen, (1, rows.shape[2] // TILE, 1))[:, None]
-        scores = jnp.where(seen, dot("bhrd,bhsd->bhrs", rows, keys(start)), MASKED)
+        scores = dot("bhrd,bhsd->bhrs", rows, keys(start))
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0)
@@ -81,8 +102,10 @@ def _attend(rows: Array, positions: Array, keys, values, window: int | None) -> 
     peak, zeros = jnp.full(rows.shape[:-1], MASKED, rows.dtype), jnp.zeros_like(rows)
     # Blocks past a query leave its sums unchanged, to the bit.
     empty = peak, jnp.zeros_like(peak), zeros
-    _, total, mixed = lax.fori_loop(0, positions.max() // BLOCK + 1, step, empty)
-    return mixed / total[..., None]
+    softmax = Softmax(*lax.fori_loop(0, positions.max() // BLOCK + 1, step, empty))
+    if sinks is not None:
+        softmax = with_sinks(softmax, sinks)
+    return softmax.mixed / softmax.total[..., None]
 
 
 def _by_halves(x: Array) -> Array:

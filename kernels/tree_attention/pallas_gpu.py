@@ -90,6 +90,7 @@ def tree_attention(
     positions: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -129,7 +130,10 @@ def tree_attention(
     tables = (table,) if has_pages else ()
     arrays = (*span, *tables, *tree, *cache, rows, *by_row)
     mixed, log_total = _call(body, arrays, rows, written, blocks, interpret)
-    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., :written])
+    if blocks.splits == 1 and sinks is None:
+        merged = mixed[:, :, 0]
+    else:
+        merged = layout.merge(mixed, log_total[..., :written], sinks, nodes)
     return merged[:, :, :count].reshape(batch, heads, nodes, dim)
 
 

@@ -87,6 +87,7 @@ def tree_attention(
     positions: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -124,14 +125,18 @@ def tree_attention(
         blocks=blocks,
         window=window,
         soft_cap=soft_cap,
+        is_merged=blocks.splits > 1 or sinks is not None,
         interpret=interpret,
     )
-    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
+    if log_total is None:
+        merged = mixed[:, :, 0]
+    else:
+        merged = layout.merge(mixed, log_total[..., 0], sinks, nodes)
     return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)
 
 
-def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret):
-    """Returns (results [B, Hkv, C, R, D], logs of their sums [B, Hkv, C, R, 1]), both float32."""
+def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged, interpret):
+    """Return results [B, Hkv, C, R, D] and, if they are merged, logs of their sums [..., R, 1]."""
     batch, kv_heads, rows, dim = by_row[0].shape
     tree_keys, page = tree[0].shape[2], cache[0].shape[2]
     words = by_row[1].shape[-1]
@@ -160,7 +165,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
             for part in range(parts)
         ]
     of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
-    widths = (dim, 1) if splits > 1 else (dim,)
+    widths = (dim, 1) if is_merged else (dim,)
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
     steps = jnp.maximum(span.share.max(), 1)  # steps of the longest row
     results = pl.pallas_call(
@@ -200,7 +205,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, interpret)
         interpret=interpret,
         name="tree_attention",
     )(*scalars, *by_row, *tree, *[cache[0]] * parts, *[cache[1]] * parts)
-    return results if splits > 1 else (*results, None)
+    return results if is_merged else (*results, None)
 
 
 def _cost(rows: Array, tree_k: Array, num_slots: int, keys: int) -> pl.CostEstimate:

@@ -19,6 +19,7 @@ def tree_attention(
     positions: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -40,6 +41,8 @@ def tree_attention(
       table: pages of each row, int32 [B, M]; None for a cache without pages.
       first_only: bool [B], rows of which only the result of the first node is used; None for none.
         A back-end may leave the results of their other nodes undefined.
+      sinks: [1, H, 1, 1], the score of a key of each head that all nodes see and whose value is 0
+        (gpt-oss, after arXiv 2309.17453), unscaled and without a cap; None for none.
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
         apply the window to the tree.
@@ -68,7 +71,11 @@ def tree_attention(
     scores = jnp.einsum("bhnd,bhsd->bhns", q.astype(dtype), keys, precision=precise) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(dtype), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=3)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : keys.shape[2]]
     return jnp.einsum("bhns,bhsd->bhnd", weights, values, precision=precise)
 
 

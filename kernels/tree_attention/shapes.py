@@ -18,6 +18,7 @@ MODELS = {
     "Qwen2.5-0.5B": Heads(14, 2, 64),
     "Phi-2": Heads(32, 32, 80),
     "Falcon-7B": Heads(71, 1, 64),
+    "gpt-oss-20b": Heads(64, 8, 64),
 }
 
 
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     splits: int | None = None  # programs that share a prefix; None for the kernel's choice
+    has_sinks: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -53,4 +55,6 @@ CASES = {
     "one key head": Case("Falcon-7B", 5, splits=3),
     "a window and a soft cap": Case("Llama-3.1-8B", 5, window=21, soft_cap=2.0),
     "a window over splits": Case("Llama-3.1-8B", 8, window=50, splits=3),
+    "sinks": Case("gpt-oss-20b", 5, window=21, has_sinks=True),
+    "sinks over splits": Case("gpt-oss-20b", 8, splits=3, has_sinks=True),
 }

@@ -62,9 +62,12 @@ def rows_of(q: Array, kv_heads: int, scale: float, soft_cap: float | None) -> Ro
     return Rows(rows.swapaxes(2, 3).reshape(batch, kv_heads, nodes * group, dim), group, soft_cap)
 
 
-def result(softmax: Softmax, group: int) -> Array:
-    """Return the attention [B, H, N, D] of all rows."""
+def result(softmax: Softmax, group: int, sinks: Array | None = None) -> Array:
+    """Return the attention [B, H, N, D] of all rows, with ``sinks`` as in the reference."""
     batch, kv_heads, rows, dim = softmax.mixed.shape
+    if sinks is not None:
+        sinks = jnp.tile(sinks.reshape(1, kv_heads, group), (1, 1, rows // group))
+        softmax = with_sinks(softmax, sinks)
     out = (softmax.mixed / softmax.total[..., None]).reshape(batch, kv_heads, -1, group, dim)
     return out.swapaxes(2, 3).reshape(batch, kv_heads * group, rows // group, dim)
 
@@ -87,6 +90,16 @@ def join(softmax: Softmax, scores: Array, values: Array) -> Softmax:
     weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
     mixed = mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, values)
     return Softmax(new_peak, total * decay + weights.sum(-1), mixed)
+
+
+def with_sinks(softmax: Softmax, sinks: Array) -> Softmax:
+    """Add a key of score ``sinks``, as of the peak, and of value 0 to a softmax."""
+    peak, total, mixed = softmax
+    sinks = sinks.astype(peak.dtype)
+    new_peak = jnp.maximum(peak, sinks)
+    decay = jnp.exp(peak - new_peak)
+    total = total * decay + jnp.exp(sinks - new_peak)
+    return Softmax(new_peak, total, mixed * decay[..., None])
 
 
 def prefix_of(length: Array, window: int | None, positions: Array | None) -> Prefix:

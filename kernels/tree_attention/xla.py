@@ -32,6 +32,7 @@ def tree_attention(
     positions: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -52,7 +53,7 @@ def tree_attention(
             so_far = _join_cache(so_far, rows, (cache_k, cache_v), prefix)
         else:
             so_far = _join_pages(so_far, rows, (cache_k, cache_v), table, prefix)
-    return softmax.result(so_far, rows.group)
+    return softmax.result(so_far, rows.group, sinks)
 
 
 def block_of(slots: int, rows: int) -> int:

@@ -55,6 +55,7 @@ def tree_attention(
     positions: Array | None = None,
     table: Array | None = None,
     first_only: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -67,7 +68,9 @@ def tree_attention(
     """
     if table is None:
         arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length, positions)
-        attend = functools.partial(_over_cache, scale=scale, window=window, soft_cap=soft_cap)
+        attend = functools.partial(
+            _over_cache, sinks=sinks, scale=scale, window=window, soft_cap=soft_cap
+        )
         size = group_of(cache_k)
         return attend(*arrays) if size == len(q) else _by_groups(attend, size, arrays)
     nodes, dtype = q.shape[2], jnp.promote_types(q.dtype, jnp.float32)
@@ -86,7 +89,7 @@ def tree_attention(
     steps = _steps_of(table, count, first, last, first_only if nodes > 1 else None)
     view = _View(cache_k, cache_v, length, positions, window, widens)
     so_far = _join_rows(so_far, rows, view, steps, size)
-    return softmax.result(so_far, rows.group)
+    return softmax.result(so_far, rows.group, sinks)
 
 
 def block_of(slots: int) -> int:
@@ -145,6 +148,7 @@ def _over_cache(
     length: Array,
     positions: Array | None,
     *,
+    sinks: Array | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -154,7 +158,7 @@ def _over_cache(
     so_far = _begin_in_parts(rows, tree_k, tree_v, ancestors)
     prefix = softmax.prefix_of(length, window, positions)
     so_far = _join_cache(so_far, rows, (cache_k, cache_v), prefix)
-    return softmax.result(so_far, rows.group)
+    return softmax.result(so_far, rows.group, sinks)
 
 
 def _join_cache(so_far: Softmax, rows: Rows, cache: tuple[Array, Array], prefix: Prefix) -> Softmax:

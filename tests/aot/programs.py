@@ -177,13 +177,15 @@ def attention(
         array(dtype="int32"),
         array(case.nodes, dtype="int32"),
         table,
+        jax.ShapeDtypeStruct((queries,), dtype) if case.has_sinks else None,
     )
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-2],
-            positions=arrays[-2],
-            table=arrays[-1],
+            *arrays[:-3],
+            positions=arrays[-3],
+            table=arrays[-2],
+            sinks=arrays[-1],
             scale=0.1,
             window=case.window,
             soft_cap=case.soft_cap,

@@ -6,7 +6,18 @@ from jspec.core import trees
 
 
 def random_case(
-    heads, kv_heads, dim, nodes, keys, slots, lengths, *, dtype=np.float32, window=None, seed=0
+    heads,
+    kv_heads,
+    dim,
+    nodes,
+    keys,
+    slots,
+    lengths,
+    *,
+    dtype=np.float32,
+    window=None,
+    has_sinks=False,
+    seed=0,
 ):
     """Return the arguments of ``ops.attention`` in order, as NumPy arrays, and its options.
 
@@ -29,10 +40,13 @@ def random_case(
     )
     for row, stored in enumerate(length):
         case["cache_k"][row, :, stored:] = case["cache_v"][row, :, stored:] = 50.0
-    if window is None:
-        return case, {}
-    depth = np.arange(nodes, dtype=np.int32) // 2  # several nodes at one position, as in a tree
-    return case, dict(window=window, positions=length[:, None] + depth)
+    options = {}
+    if has_sinks:  # some heads attend to the sink alone, some hardly
+        options["sinks"] = np.linspace(-9, 9, heads, dtype=np.float32)
+    if window is not None:
+        depth = np.arange(nodes, dtype=np.int32) // 2  # several nodes at one position, as in a tree
+        options |= dict(window=window, positions=length[:, None] + depth)
+    return case, options
 
 
 def in_pages(case, page, *, seed=0):

@@ -19,7 +19,7 @@ from tests.kernels.attention import in_pages, random_case
 DEVICES = 4
 INTERPRETED = "pallas_tpu_interpreted"
 # Query heads, key heads, sliding window, and whether the heads are split: with one key head all
-# devices have the keys, as of latent attention.
+# devices have the keys, as of latent attention. The windowed ones have sinks.
 CASES = {
     "standard": (8, 4, None, True),
     "windowed": (8, 4, 9, True),
@@ -31,7 +31,17 @@ CASES = {
 def difference(name: str, page: int | None) -> dict[str, float]:
     """Return the largest difference from one device's result, and the heads that a device has."""
     heads, kv_heads, window, is_split = CASES[name]
-    arrays, options = random_case(heads, kv_heads, 8, 9, 9, 40, [0, 21, 40], window=window)
+    arrays, options = random_case(
+        heads,
+        kv_heads,
+        8,
+        9,
+        9,
+        40,
+        [0, 21, 40],
+        window=window,
+        has_sinks=window is not None,
+    )
     if page is not None:
         arrays, options["table"] = in_pages(arrays, page)
     attend = functools.partial(ops.attention, **options, scale=0.3, is_split=is_split)

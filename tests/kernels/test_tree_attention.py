@@ -40,13 +40,20 @@ gpu = functools.partial(
 
 def run(module, arrays, options, **settings):
     """Run the form of a module, traced anew: tests change its constants."""
+    options = in_place(options)
     attend = getattr(module.tree_attention, "__wrapped__", module.tree_attention)
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
     return jax.jit(functools.partial(attend, **options, **settings))(*arrays.values())
 
 
 def expected(arrays, options):
-    return reference.tree_attention(*map(jnp.asarray, arrays.values()), **options)
+    return reference.tree_attention(*map(jnp.asarray, arrays.values()), **in_place(options))
+
+
+def in_place(options):
+    """Return options of ``ops.attention`` as kernels take them."""
+    sinks = options.get("sinks")
+    return options if sinks is None else options | dict(sinks=sinks[None, :, None, None])
 
 
 def arguments_of(case, dtype):
@@ -64,6 +71,7 @@ def arguments_of(case, dtype):
         LENGTHS,
         dtype=dtype,
         window=case.window,
+        has_sinks=case.has_sinks,
     )
     options |= dict(scale=heads.features**-0.5, soft_cap=case.soft_cap)
     return arrays, options, group * case.nodes
@@ -132,6 +140,33 @@ def test_a_soft_cap_bends_the_scores_before_they_are_masked():
     result = reference.tree_attention(*alone.values(), **options, soft_cap=1.5)
     by_hand = np.einsum("bhns,bhsd->bhnd", weights, np.repeat(arrays["tree_v"], 2, 1))
     np.testing.assert_allclose(result, by_hand, **CLOSE)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_a_sink_is_a_key_of_value_zero_that_every_node_sees(soft_cap):
+    arrays, options = small_case(64, 9, has_sinks=True, lengths=[0, 20, 59], seed=1)
+    options |= dict(soft_cap=soft_cap)
+    chain = jnp.broadcast_to(jnp.tri(5, dtype=bool), (3, 5, 5))
+    arrays["ancestors"] = trees.pack_bits(chain & ~jnp.tri(5, k=-9, dtype=bool))
+    options["positions"] = arrays["length"][:, None] + np.arange(5)
+    result = expected(arrays, options)
+    keys, values = (
+        np.repeat(np.concatenate([arrays[f"cache_{x}"], arrays[f"tree_{x}"]], 2), 2, 1)
+        for x in "kv"
+    )
+    for row, length in enumerate(arrays["length"]):
+        for node in range(5):
+            seen = np.r_[max(0, length + node - 8) : length, 64 : 64 + node + 1]
+            scores = arrays["q"][row, :, node, None] @ keys[row, :, seen].transpose(1, 2, 0) * 0.3
+            scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores)
+            total = weights.sum(-1, keepdims=True) + np.exp(options["sinks"])[:, None, None]
+            by_hand = (weights / total) @ values[row, :, seen].swapaxes(0, 1)
+            np.testing.assert_allclose(result[row, :, node], by_hand[:, 0], **CLOSE)
+    names = ("positions", "window")
+    in_order = {name: x for name, x in options.items() if name not in names} | dict(window=9)
+    chain = [jnp.asarray(arrays[name]) for name in list(arrays) if name != "ancestors"]
+    np.testing.assert_allclose(ops.ordered_attention(*chain, **in_order), result, **CLOSE)
 
 
 # ------------------------------------------------------------------------------ every back-end

@@ -40,9 +40,10 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype, page):
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-2],
-            positions=arrays[-2],
-            table=arrays[-1],
+            *arrays[:-3],
+            positions=arrays[-3],
+            table=arrays[-2],
+            sinks=arrays[-1],
             scale=0.1,
             window=case.window,
             soft_cap=case.soft_cap,
@@ -50,7 +51,8 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype, page):
         )
 
     arrays = (shape(queries, case.nodes, features), tree, tree, words, cache, cache, *integers)
-    arrays = (*arrays, table)
+    sinks = jax.ShapeDtypeStruct((queries,), dtype) if case.has_sinks else None
+    arrays = (*arrays, table, sinks)
     platform, call = CUDA_OR_TPU[name]
     lowered = jax.jit(attend).trace(*arrays).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count(call) >= 1

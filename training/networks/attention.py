@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ def attend_within(segments: Array | None) -> Attend:
     None stands for one segment a row.
     """
 
-    def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+    ) -> Array:
         del layer
-        return causal(q, k, v, segments=segments, window=window)
+        return causal(q, k, v, segments=segments, window=window, **scores)
 
     return attend
 
@@ -36,6 +38,9 @@ def causal(
     ahead: int = 0,
     segments: Array | None = None,
     window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
     later: Sequence[tuple[Array, Array]] = (),
 ) -> Array:
     """Attend with each query to the keys up to its anchor, and to keys that it alone sees.
@@ -52,6 +57,9 @@ def causal(
       ahead: distance from the anchor of a query to its own position, which counts for the window.
       segments: int32 [B, T]; a query only sees keys of its anchor's segment. None for one segment.
       window: number of positions back that a query sees, its own included; None for all.
+      scale: factor on the scores; None for ``D ** -0.5``.
+      soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``, those of ``later`` excepted.
+      sinks: [H], the score of a key of each head that every query sees and whose value is 0.
       later: keys and values [B, Hkv, Q, D] each, of which query i sees only row i: the later steps
         of an unrolled head (training-time test, arXiv 2503.01840, section 3.2).
 
@@ -60,7 +68,8 @@ def causal(
     """
     batch, heads, count, width = q.shape
     kv_heads = k.shape[1]
-    q = q.reshape(batch, kv_heads, heads // kv_heads, count, width) * width**-0.5
+    q = q.reshape(batch, kv_heads, heads // kv_heads, count, width)
+    q = q * (width**-0.5 if scale is None else scale)
     if anchors is None:
         here, every = segments, jnp.arange(count)[None]
     else:
@@ -75,9 +84,10 @@ def causal(
         keys, values = k[..., first:last, :], v[..., first:last, :]
         labels = None if segments is None else (here[:, start:end], segments[:, first:last])
         at = every[:, start:end] - first
-        blocks.append(_block((ahead, window), rows, keys, values, at, labels))
+        blocks.append(_block((ahead, window, soft_cap), rows, keys, values, at, labels))
     mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
     mixed = _with_later(mixed, q, later) if later else mixed
+    mixed = mixed if sinks is None else _with_sinks(mixed, sinks)
     return (mixed.values / mixed.total).reshape(batch, heads, count, width)
 
 
@@ -91,19 +101,26 @@ class _Mixed(NamedTuple):
 
 @ft.partial(jax.checkpoint, static_argnums=0)
 def _block(
-    limits: tuple[int, int | None], q: Array, k: Array, v: Array, anchors: Array, labels
+    settings: tuple[int, int | None, float | None],
+    q: Array,
+    k: Array,
+    v: Array,
+    anchors: Array,
+    labels: tuple[Array, Array] | None,
 ) -> _Mixed:
     """Attend with queries [B, Hkv, G, Q, D], each ``ahead`` behind its anchor, int32 [B or 1, Q].
 
     ``labels`` are the segments of queries and keys, or None.
     """
-    ahead, window = limits
+    ahead, window, soft_cap = settings
     behind = (anchors[..., None] - jnp.arange(k.shape[2]))[:, None, None]
     visible = behind >= 0 if window is None else (behind >= 0) & (behind + ahead < window)
     batch, kv_heads, groups, queries, width = q.shape
     rows = q.reshape(batch, kv_heads, groups * queries, width)
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, k)
     scores = scores.reshape(batch, kv_heads, groups, queries, -1)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     if labels is not None:
         visible = visible & (labels[0][:, :, None] == labels[1][:, None, :])[:, None, None]
     scores = jnp.where(visible, scores, MASKED)
@@ -111,6 +128,14 @@ def _block(
     weights = jnp.exp(scores - top)
     mixed = jnp.einsum("bhqk,bhkd->bhqd", weights.reshape(batch, kv_heads, groups * queries, -1), v)
     return _Mixed(mixed.reshape(q.shape), weights.sum(-1, keepdims=True), top)
+
+
+def _with_sinks(mixed: _Mixed, sinks: Array) -> _Mixed:
+    """Add a key of score ``sinks`` [H] and of value 0 to the rows of every head."""
+    sinks = sinks.astype(mixed.top.dtype).reshape(1, *mixed.top.shape[1:3], 1, 1)
+    top = jax.lax.stop_gradient(jnp.maximum(mixed.top, sinks))
+    before = jnp.exp(mixed.top - top)
+    return _Mixed(before * mixed.values, before * mixed.total + jnp.exp(sinks - top), top)
 
 
 def _with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -> _Mixed:

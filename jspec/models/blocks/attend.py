@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
 
-# attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim], window=None) -> as q
+# attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim], window=None, **scores) -> as q
 #
-# M is T, or less if only some rows of a layer are computed. Scores are divided by sqrt(head_dim).
-# ``window`` is the layer's sliding window. A layer whose cache has one buffer passes it as k and v.
+# M is T, or less if only some rows of a layer are computed. ``window`` is the layer's sliding
+# window, and ``scores`` are the arguments ``scale``, ``soft_cap`` and ``sinks`` of
+# ``ops.attention``. A layer whose cache has one buffer passes it as k and v.
 Attend = Callable[..., Array]
 
 
@@ -24,7 +26,6 @@ def attention_over(
     cache: kv_cache.KVCache,
     tree: Tree,
     *,
-    scale: float | None = None,
     implementation: str | None = None,
     rows: Array | None = None,
     packing: Packing | None = None,
@@ -34,7 +35,6 @@ def attention_over(
     Args:
       cache: the committed prefix, read only.
       tree: of the nodes, with a batch axis.
-      scale: factor on the scores; None for ``head_dim ** -0.5``.
       implementation: of ``ops.attention``; None for the device's default.
       rows: int32 [B, M], the nodes that the last layer has queries of; None for all.
       packing: the list of nodes that ``attend`` takes and returns, as [1, heads, M, head_dim].
@@ -49,7 +49,9 @@ def attention_over(
     entries = list(cache.layers)  # attend replaces them
     last = len(entries) - 1
 
-    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(
+        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+    ) -> Array:
         if packing is not None:
             q, k, v = (_by_tokens(packing.unpack, x) for x in (q, k, v))
         entry = cache.layers[index]
@@ -66,12 +68,12 @@ def attention_over(
             entry.v,
             length,
             table=cache.table,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
             positions=rows_at(positions, queried),
             first_only=None if packing is None else packing.first_only,
             implementation=implementation,
             is_split=entry.has_split_queries,
+            **scores,
         )
         return mixed if packing is None else _by_tokens(packing.pack, mixed)
 
@@ -109,7 +111,9 @@ def attention_beside(
     """
     side, visible = list(side), trees.pack_bits(mask)
 
-    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(
+        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+    ) -> Array:
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
         new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
         entry = cache.layers[index]
@@ -122,11 +126,11 @@ def attention_beside(
             entry.v,
             cache.length,
             table=cache.table,
-            scale=q.shape[-1] ** -0.5,
             window=window,
             positions=positions,
             implementation=implementation,
             is_split=entry.has_split_queries,
+            **scores,
         )
 
     return attend, side

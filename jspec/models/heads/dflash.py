@@ -21,6 +21,7 @@ DSpark heads extend these, see ``jspec.models.heads.dspark``. Drafter: ``jspec.d
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +212,9 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
     """Return an ``attend`` of a block's slots over the context and each other."""
     batch, slots = positions.shape
 
-    def attend(index: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(
+        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+    ) -> Array:
         entry = cache.layers[index]
         square = (slots, slots)
         mask = np.tri(*square, dtype=bool) if is_causal(config, index) else np.ones(square, bool)
@@ -225,11 +228,11 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
             entry.v,
             cache.length,
             table=cache.table,
-            scale=q.shape[-1] ** -0.5,
             window=window,
             positions=positions,
             implementation=config.network.attention,
             is_split=entry.has_split_queries,
+            **scores,
         )
 
     return attend
