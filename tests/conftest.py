@@ -54,6 +54,7 @@ _MORE = (
     "grammar/test_limits.py",
     "hostile",
     "kernels",
+    "models/test_delta_rule.py",
     "models/test_dflash.py",
     "models/test_heads.py",
     "models/test_heads_speculators.py",

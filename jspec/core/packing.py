@@ -53,6 +53,13 @@ class Packing:
         """Return ``x`` [1, M, ...] by nodes, [B, N, ...]; undefined where they are not listed."""
         return x[0, self.entries]
 
+    def by_nodes(self, x: Array) -> Array:
+        """Return ``unpack`` of ``x`` with 0 where nodes are not listed."""
+        listed = self.nodes[self.entries] == jnp.arange(self.entries.size).reshape(
+            self.entries.shape
+        )
+        return jnp.where(listed.reshape(*listed.shape, *[1] * (x.ndim - 2)), self.unpack(x), 0)
+
     def from_size(self, least: int) -> "Packing":
         """Return the packing without sizes below ``least``, where a larger one takes as long."""
         sizes = tuple(size for size in self.sizes[:-1] if size >= least) + self.sizes[-1:]

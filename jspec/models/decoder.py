@@ -19,7 +19,7 @@ from jspec.core import kv_cache, shape_checks, trees, validation
 from jspec.core.packing import MATMULS, Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
-from jspec.models.blocks.attend import Attend, attention_over
+from jspec.models.blocks.attend import Attend, Recur, attention_over, recurrence_over
 from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.norms import RmsNorm
@@ -183,6 +183,7 @@ def trunk(
     remat: bool = False,
     rows: Array | None = None,
     packing: Packing | None = None,
+    recur: Recur | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Run every block over x [B, T, D] at int32 positions [B, T].
 
@@ -198,7 +199,7 @@ def trunk(
     """
     shape_checks.check_captured(capture_layers, config.num_layers)
     rotations = rotations_of((layer.mixer for layer in config.layers), positions)
-    shared, stream = Pass(attend, rotations, linear, packing), [x]
+    shared, stream = Pass(attend, rotations, linear, packing, recur), [x]
 
     def run(index: int, weights: LayerParams, x: Array) -> Array:
         queried = rows if index == config.num_layers - 1 else None
@@ -286,6 +287,7 @@ def forward(
         attend,
         capture_layers=capture_layers,
         packing=packing,
+        recur=recurrence_over(cache, tree, tree_kv),
     )
     head = params.embedding if params.head is None else params.head
     logits = over_listed(packing, head, lambda x: unembed(params, config, x), x)

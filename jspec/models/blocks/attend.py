@@ -20,6 +20,21 @@ from jspec.models.blocks.arithmetic import rows_at
 # window, and ``scores`` are the arguments ``scale``, ``soft_cap`` and ``sinks`` of
 # ``ops.attention``. A layer whose cache has one buffer passes it as k and v.
 Attend = Callable[..., Array]
+# recur(layer, visit) -> outputs of visit(entry, tree), which returns the values of the nodes too
+Recur = Callable[[int, Callable[[Entry, Tree], tuple[Array, Any]]], Array]
+
+
+def recurrence_over(cache: kv_cache.KVCache, tree: Tree, new: list[Any]) -> Recur:
+    """Return a ``recur`` over a committed prefix and a draft tree.
+
+    It puts the values of the nodes into ``new``, the list of ``attention_over``.
+    """
+
+    def recur(index: int, visit: Callable[[Entry, Tree], tuple[Array, Any]]) -> Array:
+        mixed, new[index] = visit(cache.layers[index], tree)
+        return mixed
+
+    return recur
 
 
 def attention_over(

@@ -16,7 +16,7 @@ from jspec.core.packing import Packing
 from jspec.core.types import Array
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import Linear
-from jspec.models.blocks.attend import Attend
+from jspec.models.blocks.attend import Attend, Recur
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.blocks.tensors import Tensor
 
@@ -32,12 +32,14 @@ class Pass:
       rotations: cosines and sines of the tokens' positions, one pair for each distinct rotation.
       linear: the product of activations and a weight.
       packing: the list of nodes that the activations are; None for a whole tree.
+      recur: recurrences of the layers, over a cache; None where there is none.
     """
 
     attend: Attend
     rotations: Mapping[Rotation, tuple[Array, Array]]
     linear: Linear = ops.linear
     packing: Packing | None = None
+    recur: Recur | None = None
 
 
 def rotations_of(mixers: Iterable["Mixer"], positions: Array) -> dict[Rotation, Any]:

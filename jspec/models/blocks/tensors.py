@@ -22,6 +22,8 @@ class Tensor:
       divided: the axis that several devices divide, "outputs", "inputs" or "experts" (a stack);
         None for an array that every device has.
       unit: outputs that stay together, such as those of a head.
+      sections: sizes of the parts of the outputs that are divided each for itself; by default those
+        of the names.
     """
 
     path: tuple[str | int, ...]
@@ -33,11 +35,12 @@ class Tensor:
     by_linear: bool = False
     divided: str | None = None
     unit: int = 1
+    sections: tuple[int, ...] = ()
 
     @property
     def outputs_axis(self) -> int:
-        """The axis of the outputs in memory, from the last one: -1 or -2."""
-        return -1 if self.transpose or len(self.shapes[0]) == 1 else -2
+        """The axis of the outputs in memory, from the last one: -1 to -3."""
+        return -1 if self.transpose else -len(self.shapes[0])
 
     @property
     def divided_axis(self) -> int | None:
@@ -51,6 +54,7 @@ class Tensor:
         The units of a tensor with fewer than ``count`` repeat. None if the order stays.
         """
         sizes = [shape[0] for shape in self.shapes[: len(self.shapes) // (self.stack or 1)]]
+        sizes = self.sections or sizes
         if self.divided != "outputs" or len(sizes) == 1:
             return None
         begins, order = np.cumsum([0, *sizes[:-1]]), []

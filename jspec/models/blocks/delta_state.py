@@ -1,0 +1,269 @@
+"""The gated delta rule over the nodes of a tree, and the state that it leaves behind.
+
+A head maps keys to values by a matrix S [Dk, Dv] (arXiv 2412.06464). A token with key k, value v,
+query q, log decay g <= 0 and rate b makes ::
+
+    S <- exp(g) S        S <- S + k u^T  with  u = b (v - S^T k)        output = S^T q
+
+A pass over nodes reads S once and writes nothing. Let r(n, m) be the product of the decays below
+node m and down to node n, and r(n) of all down to n. The u of all nodes, of a chain or a tree,
+solve one unit triangular system over their ancestors (arXiv 2406.06484 for chains)::
+
+    u_n = b_n (v_n - r(n) S^T k_n - sum over ancestors m of r(n, m) (k_n . k_m) u_m)
+    output_n = r(n) S^T q_n + sum over m, n included, of r(n, m) (q_n . k_m) u_m
+
+The state behind the nodes of a path is r S + sum over m of r(m) k_m u_m^T, r(m) of the decays
+behind m. All r are exponentials of sums of log decays of one sign, never of their differences.
+"""
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jspec import sharding
+from jspec.core import trees
+from jspec.core.entries import NODE_AXIS, Commit, Entry
+from jspec.core.types import Array, Tree
+
+_CHUNK = 64  # nodes of a chain that are solved at once
+_FEW = 16  # levels that are substituted one by one, and committed nodes that are added one by one
+
+
+@struct.dataclass
+class DeltaNodes:
+    """The values of N nodes, of which a committed path makes the next state."""
+
+    inputs: Array  # [B, Hk, N, F] float32, of the convolution
+    keys: Array  # [B, Hk, N, Dk] float32
+    updates: Array  # [B, H, N, Dv] float32, u
+    decays: Array  # [B, H, N] float32, g
+
+
+@struct.dataclass
+class DeltaState(Entry):
+    """The state of one layer, and the last inputs of its convolution; key head i has H / Hk S."""
+
+    state: Array  # [B, H, Dk, Dv] float32, S
+    inputs: Array  # [B, Hk, W - 1, F] float32
+    is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        groups: int,
+        key_dim: int,
+        value_dim: int,
+        kernel_size: int,
+        *,
+        is_divided: bool = False,
+    ) -> Self:
+        """Return the state of ``batch`` empty texts; ``groups`` is Hk."""
+        width = 2 * key_dim + heads // groups * value_dim
+        return cls(
+            state=jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32),
+            inputs=jnp.zeros((batch, groups, kernel_size - 1, width), jnp.float32),
+            is_divided=is_divided,
+        )
+
+    def of_nodes(self, batch: int, count: int) -> DeltaNodes:
+        """See ``Entry``."""
+        (_, heads, key_dim, value_dim), (_, groups, _, width) = self.state.shape, self.inputs.shape
+
+        def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch, *sizes), jnp.float32)
+
+        return DeltaNodes(
+            inputs=shape(groups, count, width),
+            keys=shape(groups, count, key_dim),
+            updates=shape(heads, count, value_dim),
+            decays=shape(heads, count),
+        )
+
+    def append(self, new: DeltaNodes, commit: Commit) -> Self:
+        """See ``Entry``; the state is read once and written once."""
+        is_committed = (jnp.arange(commit.path.shape[1]) < commit.count[:, None])[:, None, :, None]
+        at = commit.path[:, None, :, None]
+
+        def along(x: Array) -> Array:
+            """Return the values [B, H, R, ...] of the path's nodes, 0 where not committed."""
+            return jnp.where(is_committed, jnp.take_along_axis(x, at, NODE_AXIS), 0)
+
+        grown = commit.count[:, None, None, None] > 0
+        keys, updates = along(new.keys), along(new.updates)
+        state = carried(self.state, keys, updates, along(new.decays[..., None])[..., 0])
+        steps = (commit.count[:, None] + np.arange(self.inputs.shape[2]))[:, None, :, None]
+        rows = jnp.concatenate([self.inputs, along(new.inputs)], NODE_AXIS)
+        inputs = jnp.take_along_axis(rows, steps, NODE_AXIS)
+        return self.replace(
+            state=jnp.where(grown, state, self.state), inputs=jnp.where(grown, inputs, self.inputs)
+        )
+
+
+def carried(state: Array, keys: Array, updates: Array, decays: Array) -> Array:
+    """Return the state [B, H, Dk, Dv] behind a path of R nodes.
+
+    Few nodes are added one by one, so that XLA makes one loop over the state. It would store the
+    result of a product, as large as the state, before it is added.
+    """
+    groups, steps = keys.shape[1:3]
+    later = lax.cumsum(decays, 2, reverse=True)
+    behind = jnp.pad(later[:, :, 1:], ((0, 0), (0, 0), (0, 1)))
+    updates = updates * jnp.exp(behind)[..., None]
+    updates = _grouped(updates, groups)
+    total = jnp.exp(later[:, :, :1])[..., None] * state
+    total = _grouped(total, groups)
+    if steps <= _FEW:
+        for step in range(steps):
+            key = keys[:, :, None, step, :, None]
+            total = total + key * updates[:, :, :, step, None]
+    else:
+        total = total + _product("bgmk,bgrmv->bgrkv", keys, updates)
+    return total.reshape(state.shape)
+
+
+def convolved(inputs: Array, past: Array, kernel: Array, tree: Tree) -> Array:
+    """Return the causal convolution [B, Hk, N, F] of the nodes' inputs along their paths.
+
+    Args:
+      inputs: [B, Hk, N, F].
+      past: [B, Hk, W - 1, F], the last committed inputs.
+      kernel: [Hk, W, F]; its last row is that of the node itself.
+      tree: of the nodes, with a batch axis.
+    """
+    width, count = kernel.shape[1], inputs.shape[2]
+    rows = jnp.concatenate([past, inputs], NODE_AXIS)
+    if _is_chain(tree):
+        seen = [rows[:, :, back : back + count] for back in range(width)]
+    else:
+        slots = [slot[:, None, :, None] for slot in _slots(tree, width)]
+        seen = [jnp.take_along_axis(rows, slot, NODE_AXIS) for slot in slots]
+    return sum(row * kernel[:, None, back] for back, row in enumerate(seen))
+
+
+def _slots(tree: Tree, width: int) -> list[Array | np.ndarray]:
+    """Return the indices [B, N] of inputs behind W - 1 committed ones, the oldest first."""
+    xp = np if isinstance(tree.parents, np.ndarray) else jnp
+    node = xp.broadcast_to(xp.arange(tree.depth.shape[1]), tree.depth.shape)
+    slots = [width - 1 + node]
+    for back in range(1, width):
+        node = xp.take_along_axis(tree.parents, node, 1)
+        is_node = tree.depth >= back
+        slots.append(width - 1 + xp.where(is_node, node, tree.depth - back))
+    return slots[::-1]
+
+
+def outputs(
+    entry: DeltaState,
+    *,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    decays: Array,
+    rates: Array,
+    tree: Tree,
+) -> tuple[Array, Array]:
+    """Return the outputs of the nodes, and their updates u, both [B, H, N, Dv].
+
+    Args:
+      entry: the state of the prefix, read only.
+      queries: [B, Hk, N, Dk], normed and scaled.
+      keys: [B, Hk, N, Dk], normed.
+      values: [B, H, N, Dv].
+      decays: [B, H, N], g.
+      rates: [B, H, N], b.
+      tree: of the nodes, with a batch axis.
+    """
+    count = keys.shape[2]
+    nodes = queries, keys, values, decays, rates
+    if count <= _CHUNK or not _is_chain(tree):
+        above = trees.unpack_bits(tree.ancestors, count)
+        return _solved(entry.state, nodes, above, tree.max_depth, entry.is_divided)
+    missing = -count % _CHUNK
+
+    def chunks(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 3)))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, _CHUNK, *x.shape[3:]), 2, 0)
+
+    above = np.tri(_CHUNK, dtype=bool)[None]
+
+    def step(state: Array, nodes: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        mixed, updates = _solved(state, nodes, above, _CHUNK, entry.is_divided)
+        _, keys, _, decays, _ = nodes
+        return carried(state, keys, updates, decays), (mixed, updates)
+
+    _, results = lax.scan(step, entry.state, tuple(map(chunks, nodes)))
+    mixed, updates = (
+        jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1])[:, :, :count] for x in results
+    )
+    return mixed, updates
+
+
+def _solved(
+    state: Array,
+    nodes: tuple[Array, ...],
+    above: Array | np.ndarray,
+    depth: int,
+    is_divided: bool,
+) -> tuple[Array, Array]:
+    """Return ``outputs`` of nodes of which ``above`` [B, N, N] are the ancestors, at most N."""
+    queries, keys, values, decays, rates = nodes
+    heads, groups, count = state.shape[1], keys.shape[1], keys.shape[2]
+    strict = above & ~np.eye(count, dtype=bool)
+    mask = jnp.asarray(above, jnp.float32)[:, None]
+    below = decays[..., None] * strict[:, None]  # [B, H, N, N]: g of j, if it is below m
+    ratios = jnp.exp(jnp.where(above[:, None], _product("bhnj,bhjm->bhnm", mask, below), -jnp.inf))
+    total = jnp.exp(_product("bhnj,bhj->bhn", mask, decays))[..., None]
+
+    both = jnp.concatenate([queries, keys], 2)
+    read = _product("bgnk,bgrkv->bgrnv", both, _grouped(state, groups))
+    read = read.reshape(len(state), heads, 2 * count, -1)
+    alike = jnp.repeat(_product("bgnk,bgmk->bgnm", both, keys), heads // groups, 1)
+
+    system = jnp.where(strict[:, None], rates[..., None] * ratios * alike[:, :, count:], 0)
+    right = rates[..., None] * (values - total * read[:, :, count:])
+    updates = _solve(system, right, depth, is_divided)
+    mixed = _product("bhnm,bhmv->bhnv", ratios * alike[:, :, :count], updates)
+    return total * read[:, :, :count] + mixed, updates
+
+
+def _solve(system: Array, right: Array, depth: int, is_divided: bool) -> Array:
+    """Return x of (1 + system) x = right, for a strictly lower triangular system [B, H, N, N].
+
+    In a shallow tree the inverse is exact after as many substitutions as there are levels.
+    """
+    eye = jnp.eye(system.shape[-1], dtype=system.dtype)
+    if depth <= _FEW:
+        inverse = jnp.broadcast_to(eye, system.shape)
+        for _ in range(depth):
+            inverse = eye - _product("bhnj,bhjm->bhnm", system, inverse)
+        return _product("bhnm,bhmv->bhnv", inverse, right)
+
+    def solve(right: Array, system: Array) -> Array:
+        return lax.linalg.triangular_solve(
+            system + eye, right, left_side=True, lower=True, unit_diagonal=True
+        )
+
+    # XLA would gather the systems of all heads on every device.
+    return sharding.over_heads(solve, is_split=is_divided)(right, system)
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """Return x [B, H, ...] by key heads, [B, Hk, H / Hk, ...]."""
+    return x.reshape(len(x), groups, -1, *x.shape[2:])
+
+
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """Return an einsum of float32 arrays, in full precision."""
+    return jnp.einsum(equation, x, y, precision=lax.Precision.HIGHEST)
+
+
+def _is_chain(tree: Tree) -> bool:
+    """Return whether the nodes of all rows are a static chain."""
+    static = isinstance(tree.depth, np.ndarray)
+    return static and bool((tree.depth == np.arange(tree.depth.shape[-1])).all())
