@@ -19,7 +19,14 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
-from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, mtp_prefixes
+from jspec.checkpoints.families.names import (
+    EMBEDDING,
+    HEAD,
+    Entry,
+    as_stored,
+    assemble,
+    mtp_prefixes,
+)
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
@@ -106,6 +113,7 @@ def load_pretrained(
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
     tensors = _gguf_tensors(file, raw, entries) if file else model_files.open_tensors(directory)
+    entries = as_stored(entries, tensors)
     ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():

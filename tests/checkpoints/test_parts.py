@@ -20,6 +20,9 @@ ENTRIES = {
     "joined": Entry(("qkv",), ("a", "b", "c"), ((16, 8), (4, 8), (4, 8)), transpose=True),
     "joined bias": Entry(("bias",), ("a", "b"), ((16,), (8,))),
     "stack": Entry(("gate_up",), tuple("abcdefgh"), ((8, 16),) * 8, transpose=True, stack=4),
+    "fused outputs": Entry(("a",), ("a",), ((8, 16),), transpose=True, stack=4, fused="outputs"),
+    "fused inputs": Entry(("a",), ("a",), ((8, 16),), transpose=True, stack=4, fused="inputs"),
+    "fused bias": Entry(("a",), ("a",), ((8,),), stack=4, fused="inputs"),
 }
 
 
@@ -40,7 +43,7 @@ class Counted:
 
 
 def counted(entry):
-    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in entry.shapes]
+    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in entry.stored_shapes]
     return {
         name: Counted(array, np.zeros(array.shape, int))
         for name, array in zip(entry.names, arrays, strict=True)
@@ -49,6 +52,9 @@ def counted(entry):
 
 def expected(entry, tensors):
     """Return the array in memory, by plain NumPy."""
+    if entry.fused:
+        data = tensors["a"].data
+        return data.swapaxes(1, 2) if entry.fused == "outputs" else data
     stack, matrices = entry.stack or 1, [tensors[name].data for name in entry.names]
     each = len(matrices) // stack
     joined = [np.concatenate(matrices[i * each : (i + 1) * each]) for i in range(stack)]
@@ -71,7 +77,10 @@ def test_parts_along_an_axis_read_each_number_once(name):
             read = sum(each.counts.sum() for each in tensors.values()) - before
             assert read == parts[-1].size == entry.size // count
             assert parts[-1].flags.c_contiguous
-        np.testing.assert_array_equal(np.concatenate(parts, axis), expected(entry, tensors))
+        whole_array = expected(entry, tensors)
+        np.testing.assert_array_equal(np.concatenate(parts, axis), whole_array)
+        for name, again in zip(entry.names, entry.split(whole_array, np.float32), strict=True):
+            np.testing.assert_array_equal(again, tensors[name].data)
         assert all((each.counts == 1).all() for each in tensors.values())
 
 

@@ -181,6 +181,18 @@ def test_biases_of_routers_stay_exact_in_a_bfloat16_file(case, tmp_path):
     np.testing.assert_array_equal(after.bias, before.bias)
 
 
+def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path):
+    from safetensors.torch import save_file
+
+    model = tiny_model("glm")
+    model.save_pretrained(tmp_path)
+    expected = checkpoint.load_pretrained(tmp_path)[1]
+    fused = {name: x.contiguous() for name, x in model.state_dict().items()}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in fused
+    save_file(fused, tmp_path / "model.safetensors", {"format": "pt"})
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.load_pretrained(tmp_path)[1], expected)
+
+
 def test_products_of_bfloat16_weights_accumulate_in_float32():
     """The CPU backend lacks such products with a batch axis, here the heads."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
@@ -211,19 +223,45 @@ def test_mtp_modules_are_left_out_of_the_target(tmp_path):
 def each_way(params, sizes, x):
     """Return mixtures by all experts on all tokens, by blocks, and by ragged products."""
     experts, weights = moe.route(params, sizes, x)
-    gate, up = jnp.split(jnp.einsum("td,edf->etf", x, params.gate_up), 2, -1)
+    shares = (jax.nn.one_hot(experts, sizes.num_experts) * weights[..., None]).sum(1)  # [T, E]
+    before, after = (shares, shares > 0) if sizes.weighs_inputs else (shares > 0, shares)
+    columns = jnp.einsum("td,te,edf->etf", x, before, params.gate_up)
+    bias = lambda x: 0 if x is None else x[:, None]
+    gate, up = jnp.split(columns + bias(params.gate_up_bias), 2, -1)
     every = jnp.einsum("etf,efd->etd", jax.nn.silu(gate) * up, params.down)
-    shares = jax.nn.one_hot(experts, sizes.num_experts) * weights[..., None]
+    every = every + bias(params.down_bias)
     mixtures = (moe.mixture(params, sizes, x, implementation=i) for i in ("blocks", "ragged"))
-    return jnp.einsum("tke,etd->td", shares, every), *mixtures
+    return jnp.einsum("te,etd->td", after, every), *mixtures
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_all_implementations_of_experts_agree(tokens):
-    sizes = Experts(6, 2, 10, 10, num_groups=3, groups_per_token=2, scale=2.5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_groups": 3, "groups_per_token": 2, "scale": 2.5},
+        {"scoring": "softmax", "router_bias": True, "expert_bias": True, "normalise": False},
+        {"selection_bias": False, "weighs_inputs": True},
+    ],
+)
+def test_all_implementations_of_experts_agree(tokens, options):
+    sizes = Experts(6, 2, 10, 10, **options)
     params = sizes.init(jax.random.split(jax.random.key(0)), 8, jnp.float32)
-    params = jax.tree.map(lambda x: 40 * x, params)
+    params = jax.tree.map(lambda x: 40 * (x + 0.01 * jnp.cos(jnp.arange(x.shape[-1]))), params)
     x = jax.random.normal(jax.random.key(1), (tokens, 8)).at[: tokens // 2].set(1.0)  # equal tokens
     expected, *mixtures = each_way(params, sizes, x)
     for mixture in mixtures:
         np.testing.assert_allclose(mixture, expected, rtol=1e-4, atol=1e-3 * abs(expected).max())
+
+
+def test_sparsemixer_routes_as_in_transformers():
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    sizes = Experts(16, 2, 4, 0, scoring="sparsemixer", tolerance=0.3, selection_bias=False)
+    params = sizes.init(jax.random.split(jax.random.key(0)), 16, jnp.float32)
+    params = params.replace(router=jnp.eye(16))
+    logits = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
+    experts, weights = moe.route(params, sizes, jnp.array(logits))
+    theirs, chosen = sparsemixer(torch.tensor(logits), sizes.tolerance, training=False)
+    np.testing.assert_array_equal(experts, chosen)
+    np.testing.assert_allclose(weights, theirs, rtol=1e-5)
+    assert (theirs.numpy() < 0.9).any() and (theirs.numpy() == 1).any()

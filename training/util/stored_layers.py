@@ -60,7 +60,7 @@ def _store(layer: LayerParams) -> StoredLayer | LayerParams:
         return layer
     if isinstance(feed_forward, GatedMlpParams):
         fields |= vars(feed_forward)
-    elif isinstance(feed_forward, ExpertsParams):
+    elif isinstance(feed_forward, ExpertsParams) and feed_forward.shared is not None:
         fields |= {**vars(feed_forward.shared), "moe": feed_forward.replace(shared=None)}
     else:
         return layer

@@ -8,8 +8,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,18 @@ class Entry(Tensor):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in memory."""
-        shapes = self.shapes[: len(self.shapes) // (self.stack or 1)]
+        shapes = self.shapes[: self.per_matrix]
         joined = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         joined = joined[::-1] if self.transpose else joined
         return (self.stack, *joined) if self.stack else joined
+
+    @property
+    def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors of a file."""
+        if not self.fused:
+            return self.shapes
+        order = -1 if self.fused == "inputs" else 1
+        return tuple((self.stack, *shape[::order]) for shape in self.shapes)
 
     def dtype(self, others: np.dtype) -> np.dtype:
         """Return the dtype of this array for a dtype of the others."""
@@ -70,16 +78,19 @@ class Entry(Tensor):
         outputs, *others = axes[::-1] if self.transpose else axes
         inputs = tuple(slice(*pair) for pair in others)
         runs = [outputs] if order is None else _runs(order[slice(*outputs)])
-        count = len(self.names) // (self.stack or 1)
+        count = self.per_matrix
         for number, matrix in zip(matrices, stacked, strict=True):
             stored, done = matrix.T if self.transpose else matrix, 0
             for first, last in runs:
                 begin = 0
-                for index in range(number * count, (number + 1) * count):
+                for nth in range(count):
+                    index = nth if self.fused else number * count + nth
                     end = begin + self.shapes[index][0]
                     low, size = max(first, begin), min(last, end) - max(first, begin)
                     if size > 0:
                         source = tensors[self.names[index]]
+                        if self.fused:
+                            source = _OfStack(source, number, self.fused == "inputs")
                         _copy(stored[done : done + size], source, low - begin, inputs)
                         done += size
                     begin = end
@@ -87,15 +98,18 @@ class Entry(Tensor):
 
     def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
         """Yield the tensors of the file, C-contiguous copies: the inverse of ``join``."""
-        for shape, part in zip(self.shapes, self._parts(array), strict=True):
+        for shape, part in zip(self.stored_shapes, self._parts(array), strict=True):
             out = np.empty(shape, self.dtype(dtype))
             _copy(out, part)
             yield out
 
     def _parts(self, array: np.ndarray) -> list[np.ndarray]:
         """Return views of ``array`` [in, out], each shaped like one tensor of the file."""
-        count = len(self.shapes) // (self.stack or 1)
-        cuts = np.cumsum([shape[0] for shape in self.shapes[:count]])[:-1]
+        cuts = np.cumsum([shape[0] for shape in self.shapes[: self.per_matrix]])[:-1]
+        if self.fused:
+            is_stored = array.ndim == 2 or self.transpose == (self.fused == "inputs")
+            axis = -2 if array.ndim == 3 and self.fused == "outputs" else -1
+            return np.split(array if is_stored else array.swapaxes(1, 2), cuts, axis)
         parts = []
         for matrix in array if self.stack else (array,):
             parts += np.split(matrix.T if self.transpose else matrix, cuts)
@@ -148,6 +162,19 @@ class Entry(Tensor):
         return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)[1:]
 
 
+class _OfStack(NamedTuple):
+    """One matrix [out, in] or vector of a stack in a file, which slices read."""
+
+    stack: np.ndarray
+    number: int
+    transposed: bool
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
+        if self.transposed:
+            return self.stack[(self.number, *slices[::-1])].T
+        return self.stack[(self.number, *slices)]
+
+
 def _runs(numbers: np.ndarray) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers: the first of each, and the one behind the last."""
     cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
@@ -156,7 +183,7 @@ def _runs(numbers: np.ndarray) -> list[tuple[int, int]]:
 
 def _copy(
     out: np.ndarray,
-    source: np.ndarray,
+    source: np.ndarray | _OfStack,
     first: int = 0,
     others: tuple[slice, ...] = (),
     block: int = 64,
@@ -233,6 +260,21 @@ def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
     count = raw.get("num_nextn_predict_layers") or 0
     pairs = [(f"layers.{config.num_layers + k}", f"mtp_layers.{k}") for k in range(count)]
     return tuple(f"model.{name}." for pair in pairs for name in pair)
+
+
+def as_stored(entries: tuple[Entry, ...], names: Collection[str]) -> tuple[Entry, ...]:
+    """Return the entries for a file with ``names``, which may have all experts in one tensor."""
+
+    def one(entry: Entry) -> Entry:
+        experts, _, _ = entry.names[0].partition(".experts.")
+        fused = f"{experts}.experts.{entry.path[-1]}_proj"  # gate_up or down
+        if not entry.stack or entry.names[0] in names or fused not in names:
+            return entry
+        outputs = sum(shape[0] for shape in entry.shapes[: entry.per_matrix])
+        shapes = ((outputs, *entry.shapes[0][1:]),)
+        return dataclasses.replace(entry, names=(fused,), shapes=shapes, fused="outputs")
+
+    return tuple(map(one, entries))
 
 
 def nest(entries: tuple[Entry, ...], arrays: list) -> dict:

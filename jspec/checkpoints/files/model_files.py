@@ -263,7 +263,7 @@ def check_fit(
     ``source`` is the name of the files in the error. ``ignored`` names are neither needed nor
     unexpected. ``wrong`` holds other complaints for the list.
     """
-    pairs = (zip(entry.names, entry.shapes, strict=True) for entry in entries)
+    pairs = (zip(entry.names, entry.stored_shapes, strict=True) for entry in entries)
     expected = dict(itertools.chain.from_iterable(pairs))
     missing = [name for name in expected if name not in tensors]
     known = {*expected, *ignored}
@@ -345,7 +345,7 @@ def _write_shard(path: Path, shard: list[Entry], params: Any, dtype: np.dtype, e
     layout += [
         (name, shape, entry.dtype(dtype))
         for entry in shard
-        for name, shape in zip(entry.names, entry.shapes, strict=True)
+        for name, shape in zip(entry.names, entry.stored_shapes, strict=True)
     ]
 
     def pieces():

@@ -24,6 +24,8 @@ class Tensor:
       unit: outputs that stay together, such as those of a head.
       sections: sizes of the parts of the outputs that are divided each for itself; by default those
         of the names.
+      fused: for a stack that is one tensor of a checkpoint, the axis behind that of the stack:
+        "outputs" or "inputs". None if each matrix has tensors of its own.
     """
 
     path: tuple[str | int, ...]
@@ -36,6 +38,12 @@ class Tensor:
     divided: str | None = None
     unit: int = 1
     sections: tuple[int, ...] = ()
+    fused: str | None = None
+
+    @property
+    def per_matrix(self) -> int:
+        """The number of tensors that make up one matrix."""
+        return len(self.names) if self.fused else len(self.names) // (self.stack or 1)
 
     @property
     def outputs_axis(self) -> int:
@@ -45,7 +53,8 @@ class Tensor:
     @property
     def divided_axis(self) -> int | None:
         """The axis in memory that devices divide, from the last one: -1 to -3; None for none."""
-        axes = {"outputs": self.outputs_axis, "inputs": -3 - self.outputs_axis, "experts": -3}
+        stack = -1 - len(self.shapes[0])
+        axes = {"outputs": self.outputs_axis, "inputs": -3 - self.outputs_axis, "experts": stack}
         return axes.get(self.divided)
 
     def parts(self, count: int) -> np.ndarray | None:
@@ -53,8 +62,7 @@ class Tensor:
 
         The units of a tensor with fewer than ``count`` repeat. None if the order stays.
         """
-        sizes = [shape[0] for shape in self.shapes[: len(self.shapes) // (self.stack or 1)]]
-        sizes = self.sections or sizes
+        sizes = self.sections or [shape[0] for shape in self.shapes[: self.per_matrix]]
         if self.divided != "outputs" or len(sizes) == 1:
             return None
         begins, order = np.cumsum([0, *sizes[:-1]]), []
@@ -67,13 +75,18 @@ class Tensor:
 
 
 def matrix(
-    field: str, modules: Sequence[str], outputs: Sequence[int], inputs: int, **options
+    field: str,
+    modules: Sequence[str],
+    outputs: Sequence[int],
+    inputs: int,
+    kind: str = "weight",
+    **options,
 ) -> Tensor:
     """Return the weights of modules with ``inputs`` columns each, [inputs, outputs] in memory.
 
-    Dots in ``field`` lead into parts.
+    Dots in ``field`` lead into parts; ``kind`` is the end of the names.
     """
-    names = tuple(f"{module}.weight" for module in modules)
+    names = tuple(f"{module}.{kind}" for module in modules)
     shapes = tuple((size, inputs) for size in outputs)
     return Tensor(tuple(field.split(".")), names, shapes, **{"transpose": True} | options)
 
