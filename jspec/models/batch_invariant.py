@@ -21,29 +21,36 @@ from jspec.models import decoder
 from jspec.models.blocks.attend import Attend
 from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.mlp import GatedMlp
-from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.norms import Norm
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams, Layer
 
 
 @dataclasses.dataclass(frozen=True)
-class _TiledNorm(RmsNorm):
+class _TiledNorm(Norm):
     """A norm that runs in tiles."""
 
-    def __call__(self, x: Array, weight: Array) -> Array:
-        """See ``RmsNorm``."""
-        return ops.in_tiles(lambda rows: super(_TiledNorm, self).__call__(rows, weight), x)
+    plain: Norm = Norm()  # noqa: RUF009 (frozen)
+
+    def __call__(self, x: Array, weight: Array | None) -> Array:
+        """See ``Norm``."""
+        return ops.in_tiles(lambda rows: self.plain(rows, weight), x)
 
 
-def _tiled(config: DecoderConfig) -> DecoderConfig:
+def _tiled(part: Any, *fields: str) -> Any:
+    """Return a config, or a part of it, whose norms in ``fields`` run in tiles."""
+    norms = {field: vars(part)[field] for field in fields}
+    tiled = {field: norm and _TiledNorm(plain=norm) for field, norm in norms.items()}
+    return dataclasses.replace(part, **tiled)
+
+
+def _in_tiles(config: DecoderConfig) -> DecoderConfig:
     """Return the config with norms that run in tiles."""
 
     def layer(plain: Layer) -> Layer:
-        norm = plain.mixer.qk_norm and _TiledNorm(plain.mixer.qk_norm.eps)
-        mixer = dataclasses.replace(plain.mixer, qk_norm=norm)
-        return dataclasses.replace(plain, norm=_TiledNorm(plain.norm.eps), mixer=mixer)
+        mixer = _tiled(plain.mixer, "qk_norm", "v_norm")
+        return dataclasses.replace(_tiled(plain, "norm", "output_norm"), mixer=mixer)
 
-    layers = tuple(map(layer, config.layers))
-    return dataclasses.replace(config, norm=_TiledNorm(config.norm.eps), layers=layers)
+    return dataclasses.replace(_tiled(config, "norm"), layers=tuple(map(layer, config.layers)))
 
 
 def _linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
@@ -97,7 +104,7 @@ class BatchInvariantDecoder(Decoder):
                 "deterministic=True takes chains, but this drafter proposes trees; choose a chain, "
                 "or leave deterministic out."
             )
-        config, positions = _tiled(self.config), cache.length[:, None] + np.arange(nodes)
+        config, positions = _in_tiles(self.config), cache.length[:, None] + np.arange(nodes)
         attend, chain_kv = _attention_over(cache)
         x, features = decoder.trunk(
             params,
@@ -108,8 +115,7 @@ class BatchInvariantDecoder(Decoder):
             linear=_linear,
             capture_layers=capture_layers,
         )
-        x, tied = config.norm(x, params.norm), params.head is None
-        logits = _linear(x, params.embedding if tied else params.head, transposed=tied)
+        logits = decoder.unembed(params, config, x, linear=_linear)
         return TargetOutput(logits, features, tuple(chain_kv))
 
 

@@ -22,16 +22,39 @@ from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
 from jspec.models.blocks.attend import Attend, Recur, attention_over, recurrence_over
 from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
 from jspec.models.blocks.experts import Experts
-from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.norms import Norm, RmsNorm
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer: a mixer of tokens and a feed-forward, each behind a norm and beside a residual."""
+    """A layer: a mixer of tokens and a feed-forward, each with norms and beside a residual.
+
+    Attributes:
+      mixer: the part that mixes tokens.
+      feed_forward: the part that maps each token by itself.
+      norm: norm of the inputs of both; None if they read the residual stream as it is.
+      output_norm: norm of the outputs of both before they are added; None for none.
+      parallel: whether the feed-forward has the mixer's normed input, and no norm of its own.
+      residual_scale: factor on the outputs of both before they are added.
+    """
 
     mixer: Mixer
     feed_forward: FeedForward
-    norm: RmsNorm = RmsNorm()  # noqa: RUF009 (frozen); before the mixer and the feed-forward
+    norm: Norm | None = RmsNorm()  # noqa: RUF009 (frozen)
+    output_norm: Norm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+
+    def normed(self, x: Array, weight: Array | None) -> Array:
+        """Return the input of the mixer or the feed-forward for the residual stream x."""
+        return x if self.norm is None else self.norm(x, weight)
+
+    def added(self, x: Array, output: Array, weight: Array | None) -> Array:
+        """Return the residual stream x plus the output of the mixer or the feed-forward."""
+        if self.residual_scale != 1:
+            output = output * self.residual_scale
+        output = output.astype(x.dtype)
+        return x + (output if self.output_norm is None else self.output_norm(output, weight))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +65,14 @@ class DecoderConfig:
     hidden_size: int
     layers: tuple[Layer, ...]
     max_positions: int
-    norm: RmsNorm = RmsNorm()  # noqa: RUF009 (frozen); the final norm
+    norm: Norm = RmsNorm()  # noqa: RUF009 (frozen); the final norm
     tie_embeddings: bool = False
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # dtype of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
+    embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
+    logit_scale: float = 1.0  # factor on logits
+    logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
 
     def __hash__(self) -> int:
         # Plans are hashed in every launch, and layers are many.
@@ -83,8 +109,10 @@ class LayerParams:
 
     mixer_norm: Array | None  # [D]; None for a first layer whose input is already normed
     mixer: Any
-    feed_forward_norm: Array  # [D]
+    feed_forward_norm: Array | None  # [D]; norms are None where the layer lacks them
     feed_forward: Any
+    mixer_output_norm: Array | None = None  # [D]
+    feed_forward_output_norm: Array | None = None  # [D]
 
 
 @struct.dataclass
@@ -105,7 +133,7 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
     return DecoderParams(
         embedding=normal(embedding_key, (vocab, hidden), dtype),
         layers=_init_layers(layer_keys, config, dtype),
-        norm=jnp.ones((hidden,), dtype),
+        norm=config.norm.init(hidden, dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
     )
 
@@ -137,12 +165,17 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
     """Return layers drawn from four keys each."""
     hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
 
+    def norm(kind: Norm | None) -> Array | None:
+        return None if kind is None else kind.init(hidden, dtype)
+
     def init(layer: Layer, keys) -> LayerParams:
         return LayerParams(
-            mixer_norm=jnp.ones((hidden,), dtype),
+            mixer_norm=norm(layer.norm),
             mixer=layer.mixer.init(keys[:2], hidden, dtype, shrink),
-            feed_forward_norm=jnp.ones((hidden,), dtype),
+            feed_forward_norm=None if layer.parallel else norm(layer.norm),
             feed_forward=layer.feed_forward.init(keys[2:], hidden, dtype, shrink),
+            mixer_output_norm=norm(layer.output_norm),
+            feed_forward_output_norm=norm(layer.output_norm),
         )
 
     return tuple(init(x, keys[4 * index : 4 * index + 4]) for index, x in enumerate(config.layers))
@@ -150,7 +183,8 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
     """Return the first residual stream [..., D] of token ids [...]."""
-    return ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
+    x = ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
+    return x if config.embedding_scale == 1 else x * config.embedding_scale
 
 
 def unembed(
@@ -167,8 +201,14 @@ def unembed(
     """
     x = config.norm(x, params.norm) if norm else x
     if params.head is None:
-        return linear(x, params.embedding, transposed=True)
-    return linear(x, params.head)
+        logits = linear(x, params.embedding, transposed=True)
+    else:
+        logits = linear(x, params.head)
+    if config.logit_scale != 1:
+        logits = logits * config.logit_scale
+    if config.logit_cap is not None:
+        logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
+    return logits
 
 
 def trunk(
@@ -199,7 +239,7 @@ def trunk(
     """
     shape_checks.check_captured(capture_layers, config.num_layers)
     rotations = rotations_of((layer.mixer for layer in config.layers), positions)
-    shared, stream = Pass(attend, rotations, linear, packing, recur), [x]
+    shared, stream = Pass(attend, rotations, positions, linear, packing, recur), [x]
 
     def run(index: int, weights: LayerParams, x: Array) -> Array:
         queried = rows if index == config.num_layers - 1 else None
@@ -222,7 +262,7 @@ def apply_layer(
 
     ``rows`` [B, M] restricts the output to [B, M, D].
     """
-    return apply_normed(layer, params, x, layer.norm(x, params.mixer_norm), run, index, rows)
+    return apply_normed(layer, params, x, layer.normed(x, params.mixer_norm), run, index, rows)
 
 
 def apply_normed(
@@ -240,10 +280,15 @@ def apply_normed(
 
     def after_mixing(x: Array, mixed: Array) -> Array:
         with jax.named_scope("attention"):
-            x = x + layer.mixer.output(params.mixer, mixed, run.linear).astype(x.dtype)
+            output = layer.mixer.output(params.mixer, mixed, run.linear)
+            after = layer.added(x, output, params.mixer_output_norm)
         with jax.named_scope("mlp"):
-            normed = layer.norm(x, params.feed_forward_norm)
-            return x + layer.feed_forward.apply(params.feed_forward, normed, run).astype(x.dtype)
+            if layer.parallel:
+                normed = layer.normed(x, params.mixer_norm)
+            else:
+                normed = layer.normed(after, params.feed_forward_norm)
+            output = layer.feed_forward.apply(params.feed_forward, normed, run)
+            return layer.added(after, output, params.feed_forward_output_norm)
 
     # Tokens do not meet any more: one choice of a size for all that is left.
     return over_listed(run.packing, params.feed_forward, after_mixing, rows_at(x, rows), mixed)

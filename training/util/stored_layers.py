@@ -14,7 +14,8 @@ from jspec.models.blocks.attention import Attention, AttentionParams
 from jspec.models.blocks.experts import ExpertsParams
 from jspec.models.blocks.latent_attention import LatentAttentionParams
 from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams
-from jspec.models.decoder import DecoderConfig, LayerParams
+from jspec.models.blocks.norms import RmsNorm
+from jspec.models.decoder import DecoderConfig, Layer, LayerParams
 
 
 @struct.dataclass
@@ -51,9 +52,12 @@ def from_stored(tree: Any) -> Any:
 
 def _store(layer: LayerParams) -> StoredLayer | LayerParams:
     mixer, feed_forward = layer.mixer, layer.feed_forward
+    newer = layer.mixer_output_norm, layer.feed_forward_output_norm, vars(mixer).get("v_norm")
+    if any(weight is not None for weight in newer):
+        return layer
     fields = {"attention_norm": layer.mixer_norm, "mlp_norm": layer.feed_forward_norm}
     if isinstance(mixer, AttentionParams):
-        fields |= vars(mixer)
+        fields |= {name: weight for name, weight in vars(mixer).items() if name != "v_norm"}
     elif isinstance(mixer, LatentAttentionParams):
         fields |= {"qkv": None, "output": mixer.output, "mla": mixer.replace(output=None)}
     else:
@@ -69,7 +73,7 @@ def _store(layer: LayerParams) -> StoredLayer | LayerParams:
 
 def _restore(stored: StoredLayer) -> LayerParams:
     def take(kind: type) -> Any:
-        return kind(**{name: vars(stored)[name] for name in kind.__dataclass_fields__})
+        return kind(**{name: vars(stored).get(name) for name in kind.__dataclass_fields__})
 
     mixer = stored.mla and stored.mla.replace(output=stored.output)
     feed_forward = stored.moe and stored.moe.replace(shared=take(GatedMlpParams))
@@ -92,8 +96,32 @@ def config_record(config: Any) -> str:
 def _network_record(config: DecoderConfig) -> str:
     plain = config.with_mixers(window=None) if any(config.windows) else config
     mixer, mlp = plain.layers[0].mixer, plain.layers[0].feed_forward
-    norms = {plain.norm, *(layer.norm for layer in plain.layers)}
-    if len(norms | set(plain.layers)) > 2 or (type(mixer), type(mlp)) != (Attention, GatedMlp):
+    if (type(mixer), type(mlp)) != (Attention, GatedMlp):
+        return repr(config)
+    norm = RmsNorm(config.norm.eps)
+    first = Attention(
+        mixer.num_heads,
+        mixer.num_kv_heads,
+        mixer.head_dim,
+        mixer.rope,
+        mixer.rotary_dim,
+        qkv_bias=mixer.qkv_bias,
+        output_bias=mixer.output_bias,
+        qk_norm=mixer.qk_norm and norm,
+    )
+    layer = Layer(first, GatedMlp(mlp.intermediate_size, mlp.bias), norm)
+    old = DecoderConfig(
+        config.vocab_size,
+        config.hidden_size,
+        (layer,) * config.num_layers,
+        config.max_positions,
+        norm,
+        config.tie_embeddings,
+        config.cache_dtype,
+        config.activation_dtype,
+        config.attention,
+    )
+    if plain != old:  # The record of version 0.2.0 has no field for the difference.
         return repr(config)
     fields = {
         "vocab_size": config.vocab_size,

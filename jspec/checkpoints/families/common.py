@@ -1,7 +1,7 @@
 """``Family``, and the keys of config.json that mean the same in all families."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jspec.checkpoints.families import scaling
@@ -10,6 +10,7 @@ from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.block import FeedForward, Mixer
 from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.rope import RopeConfig
 from jspec.models.decoder import DecoderConfig, Layer
 from jspec.util.messages import shown
 from jspec.util.values import INT32
@@ -28,7 +29,12 @@ class Family:
       layers: returns the layers of a config.json with defaults filled in.
       describe: returns the keys of ``layers`` that are particular to the family; it raises
         ValueError for layers of another kind.
-      table: returns the entries of a decoder.
+      ropes_by_kind: whether layers with a window may have another rope than those without.
+      renamed: modules of a layer under Llama's names, and their names in this family's files.
+        Llama has no norms of outputs; ours are ``post_self_attn_layernorm`` and
+        ``post_mlp_layernorm``. Modules of one name are one tensor, in the order of Llama's.
+      fields: returns the fields of a ``DecoderConfig`` that others leave at their defaults, of a
+        config.json with defaults filled in.
     """
 
     model_type: str
@@ -37,7 +43,13 @@ class Family:
     neutral: dict
     layers: Callable[[dict], tuple[Layer, ...]]
     describe: Callable[[DecoderConfig], dict]
-    table: Callable[[DecoderConfig], tuple[Entry, ...]] = llama_table
+    ropes_by_kind: bool = False
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fields: Callable[[dict], dict[str, Any]] = lambda _: {}
+
+    def table(self, config: DecoderConfig) -> tuple[Entry, ...]:
+        """Return the entries of a decoder."""
+        return llama_table(config, self.renamed)
 
     def read(self, raw: dict) -> DecoderConfig:
         """Return the decoder that a config.json describes."""
@@ -49,14 +61,17 @@ class Family:
         if raw.get("num_nextn_predict_layers") is not None:  # MTP modules in the same files
             whole(raw, "num_nextn_predict_layers", least=0)
         layers = self.layers(raw)
-        return DecoderConfig(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            layers=layers,
-            max_positions=scaling.read(raw, layers[0].mixer.rotation[1])[1],
-            norm=norm(raw),
-            tie_embeddings=flag(raw, "tie_word_embeddings"),
-        )
+        rotated = [layer.mixer.rotation[1] for layer in layers if layer.mixer.rotation]
+        rotary = scaling.of_kind(raw, FULL) if self.ropes_by_kind else raw
+        fields = {
+            "vocab_size": raw["vocab_size"],
+            "hidden_size": raw["hidden_size"],
+            "layers": layers,
+            "max_positions": scaling.read(rotary, rotated[0] if rotated else 2)[1],
+            "norm": layers[0].norm or layers[0].output_norm,
+            "tie_embeddings": flag(raw, "tie_word_embeddings"),
+        }
+        return DecoderConfig(**fields | self.fields(raw))
 
     def write(self, config: DecoderConfig) -> dict:
         """Return a config.json for ``config``; ``read`` it again to check that it is complete."""
@@ -78,10 +93,24 @@ class Family:
             "initializer_range": 0.02,
             "use_cache": True,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-            **scaling.write(mixer.rope, config.max_positions),
+            **self._ropes(config),
             **self.describe(config),
         }
 
+    def _ropes(self, config: DecoderConfig) -> dict:
+        """Return the rotary keys of a config.json."""
+        mixers = [layer.mixer for layer in config.layers if layer.mixer.rope]
+        first = mixers[0].rope if mixers else RopeConfig()
+        ropes = {mixer.window is None: mixer.rope for mixer in mixers}
+        written = scaling.write(ropes.get(True, first), config.max_positions)
+        if self.ropes_by_kind:
+            local = scaling.write(ropes.get(False, first), config.max_positions)
+            both = {FULL: written, SLIDING: local}
+            written["rope_parameters"] = {key: x["rope_parameters"] for key, x in both.items()}
+        return written
+
+
+FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")  # in ``layer_types``
 
 # Without defaults: a config.json without them is damaged.
 SIZES = (
@@ -172,14 +201,26 @@ def rotated_size(raw: dict, head_dim: int, partly_rotated: bool = False) -> int 
 
 
 def alike(
-    raw: dict, mixer: Mixer, feed_forward: FeedForward, windows: Sequence[int | None] = ()
+    raw: dict,
+    mixer: Mixer,
+    feed_forward: FeedForward,
+    windows: Sequence[int | None] = (),
+    ropes: Sequence[RopeConfig | None] = (),
+    **fields: Any,
 ) -> tuple[Layer, ...]:
-    """Return as many equal layers as a config.json states, with a window for each."""
-    windows = windows or (None,) * whole(raw, "num_hidden_layers")
-    mixers = {None: mixer}
-    for size in set(windows) - {None}:
-        mixers[size] = dataclasses.replace(mixer, window=size)
-    return tuple(Layer(mixers[size], feed_forward, norm(raw)) for size in windows)
+    """Return as many equal layers as a config.json states, with a window and a rope for each.
+
+    ``fields`` are further ones of every ``Layer``.
+    """
+    count = whole(raw, "num_hidden_layers")
+    windows, ropes = windows or (mixer.window,) * count, ropes or (mixer.rope,) * count
+    kinds = dict.fromkeys(zip(windows, ropes, strict=True), mixer)
+    for window, rope in kinds:
+        if (window, rope) != (mixer.window, mixer.rope):
+            kinds[window, rope] = dataclasses.replace(mixer, window=window, rope=rope)
+    fields = {"norm": norm(raw)} | fields
+    each = zip(windows, ropes, strict=True)
+    return tuple(Layer(kinds[kind], feed_forward, **fields) for kind in each)
 
 
 def mlp(raw: dict, bias: bool = False) -> GatedMlp:
@@ -250,23 +291,15 @@ def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
     return heads, blocks
 
 
-_KINDS = ("full_attention", "sliding_attention")
-
-
 def windows(raw: dict) -> tuple[int | None, ...]:
     """Return the sliding window of every layer from Qwen's four keys; () for none."""
     count = whole(raw, "num_hidden_layers")
     sliding = raw["sliding_window"] is not None and flag(raw, "use_sliding_window")
-    kinds = raw["layer_types"]
+    kinds = layer_types(raw)
     if kinds is None:
         first = whole(raw, "max_window_layers", least=0)
-        kinds = [_KINDS[sliding and layer >= first] for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(k not in _KINDS for k in kinds):
-        raise ValueError(
-            f"layer_types must name {' or '.join(_KINDS)} for each of {count} layers, got "
-            f"{shown(kinds)}"
-        )
-    if "sliding_attention" not in kinds:
+        kinds = [KINDS[sliding and layer >= first] for layer in range(count)]
+    if SLIDING not in kinds:
         return ()
     if not sliding:
         raise ValueError(
@@ -274,17 +307,46 @@ def windows(raw: dict) -> tuple[int | None, ...]:
             f"{shown(raw['use_sliding_window'])} and sliding_window "
             f"{shown(raw['sliding_window'])}; set both"
         )
-    size = whole(raw, "sliding_window")
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return sized(raw, kinds)
+
+
+def layer_types(raw: dict) -> list[str] | None:
+    """Return the kind of every layer, or None if a config.json does not state them."""
+    kinds, count = raw.get("layer_types"), whole(raw, "num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in KINDS for k in kinds):
+        raise ValueError(
+            f"layer_types must name {' or '.join(KINDS)} for each of {count} layers, got "
+            f"{shown(kinds)}"
+        )
+    return kinds
+
+
+def sized(raw: dict, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the sliding window of every layer, given their kinds."""
+    size = whole(raw, "sliding_window") if SLIDING in kinds else None
+    return tuple(size if kind == SLIDING else None for kind in kinds)
+
+
+def every(raw: dict, interval: int) -> tuple[int | None, ...]:
+    """Return the windows of ``layer_types``; by default one layer in ``interval`` has none."""
+    count = whole(raw, "num_hidden_layers")
+    default = [KINDS[(layer + 1) % interval != 0] for layer in range(count)]
+    return sized(raw, layer_types(raw) or default)
+
+
+def describe_kinds(config: DecoderConfig) -> dict:
+    """Return the keys of ``sized`` and ``layer_types``; they keep one size for all layers."""
+    size = next((size for size in config.windows if size is not None), None)
+    kinds = [KINDS[size is not None] for size in config.windows]
+    return {"sliding_window": size, "layer_types": kinds}
 
 
 def describe_windows(config: DecoderConfig) -> dict:
     """Return the inverse of ``windows``; it keeps one size for all layers."""
-    sizes = [size for size in config.windows if size is not None]
-    return {
-        "use_sliding_window": bool(sizes),
-        "sliding_window": sizes[0] if sizes else None,
-        "layer_types": [_KINDS[size is not None] for size in config.windows],
+    return describe_kinds(config) | {
+        "use_sliding_window": any(config.windows),
         "max_window_layers": config.num_layers,  # layer_types decides in new readers
     }
 

@@ -7,7 +7,9 @@ joined in one matrix and gate, up in another.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_array
-from jspec.models.blocks.tensors import Tensor
+from jspec.models.blocks.tensors import Tensor, norm_of
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams, init_layers
 from jspec.sharding.placement import Placement
 
@@ -25,6 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # files of tied models may repeat the embedding under this name
 # The bounds of a part: on each axis the first index, and the one behind the last.
 Bounds = tuple[tuple[int, int], ...]
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 HARMLESS = ("rotary_emb.inv_freq",)  # ends of the names of buffers that the config determines
 
 
@@ -208,13 +211,16 @@ def matrix(path: tuple[str | int, ...], name: str, outputs: int, inputs: int) ->
     return Entry(path, (name,), ((outputs, inputs),), transpose=True)
 
 
-def llama_table(config: DecoderConfig) -> tuple[Entry, ...]:
-    """Return the entries of a decoder under Llama's names, which all families keep."""
+def llama_table(config: DecoderConfig, renamed: Mapping[str, str] = _NONE) -> tuple[Entry, ...]:
+    """Return the entries of a decoder under Llama's names.
+
+    ``renamed`` has modules of a layer that a family names otherwise; see ``Family``.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
     entries = [Entry(("embedding",), (EMBEDDING,), ((vocab, hidden),))]
     for layer in range(config.num_layers):
-        entries += block_table(config, layer, f"model.layers.{layer}")
-    entries.append(vector(("norm",), "model.norm.weight", hidden))
+        entries += block_table(config, layer, f"model.layers.{layer}", renamed=renamed)
+    entries += [Entry(**vars(x)) for x in norm_of("norm", "model.norm", config.norm, hidden)]
     if not config.tie_embeddings:
         entries.append(matrix(("head",), HEAD, vocab, hidden))
     return tuple(entries)
@@ -226,33 +232,57 @@ def block_table(
     prefix: str,
     inputs: int | None = None,
     input_norm: bool = True,
+    renamed: Mapping[str, str] = _NONE,
 ) -> list[Entry]:
     """Return the entries of one block, ``params.layers[layer]``, under a prefix.
 
     ``inputs`` is the input width of its attention, None for ``hidden_size``. ``input_norm`` says
-    whether the block norms that input.
+    whether the block norms that input. ``renamed`` is that of ``llama_table``.
     """
     hidden, kind = config.hidden_size, config.layers[layer]
-    mixer = kind.mixer.tensors(hidden, inputs)
-    # Files have this bias behind the second norm.
-    late = [tensor for tensor in mixer if tensor.path == ("output_bias",)]
-    before, after = "input_layernorm.weight", "post_attention_layernorm.weight"
-    path = ("layers", layer)
-    first = [vector((*path, "mixer_norm"), f"{prefix}.{before}", hidden)] if input_norm else []
-    return [
-        *first,
-        *_below((*path, "mixer"), prefix, [tensor for tensor in mixer if tensor not in late]),
-        vector((*path, "feed_forward_norm"), f"{prefix}.{after}", hidden),
-        *_below((*path, "mixer"), prefix, late),
-        *_below((*path, "feed_forward"), prefix, kind.feed_forward.tensors(hidden)),
+    mixer = _within("mixer", kind.mixer.tensors(hidden, inputs))
+    late = [tensor for tensor in mixer if tensor.path[1:] == ("output_bias",)]
+    before, between = (kind.norm if each else None for each in (input_norm, not kind.parallel))
+    output = kind.output_norm
+    tensors = [
+        *norm_of("mixer_norm", "input_layernorm", before, hidden),
+        *(tensor for tensor in mixer if tensor not in late),
+        *norm_of("mixer_output_norm", "post_self_attn_layernorm", output, hidden),
+        *norm_of("feed_forward_norm", "post_attention_layernorm", between, hidden),
+        *late,  # Files have this bias behind the second norm.
+        *_within("feed_forward", kind.feed_forward.tensors(hidden)),
+        *norm_of("feed_forward_output_norm", "post_mlp_layernorm", output, hidden),
     ]
+    path = ("layers", layer)
+    return [_entry(tensor, path, prefix, renamed) for tensor in tensors]
 
 
-def _below(path: tuple, prefix: str, tensors: Iterable[Tensor]) -> Iterator[Entry]:
-    """Yield the entries of a part's tensors, given the path to the part and its layer's prefix."""
-    for tensor in tensors:
-        names = tuple(f"{prefix}.{name}" for name in tensor.names)
-        yield Entry(**vars(tensor) | {"path": (*path, *tensor.path), "names": names})
+def _within(part: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors of a part of a layer, with paths from the layer on."""
+    return [dataclasses.replace(tensor, path=(part, *tensor.path)) for tensor in tensors]
+
+
+def _entry(
+    tensor: Tensor, path: tuple[str | int, ...], prefix: str, renamed: Mapping[str, str]
+) -> Entry:
+    """Return the entry of a layer's tensor, given the path to the layer and its prefix.
+
+    Neighbours that get the same name are one tensor of the file.
+    """
+
+    def name_of(pair: tuple[str, tuple[int, ...]]) -> str:
+        module, dot, kind = pair[0].rpartition(".")
+        return f"{prefix}.{renamed.get(module, module)}{dot}{kind}"
+
+    pairs = zip(tensor.names, tensor.shapes, strict=True)
+    groups = [(name, [*group]) for name, group in itertools.groupby(pairs, name_of)]
+    shapes = [(sum(shape[0] for _, shape in group), *group[0][1][1:]) for _, group in groups]
+    fields = {
+        "path": (*path, *tensor.path),
+        "names": tuple(name for name, _ in groups),
+        "shapes": tuple(shapes),
+    }
+    return Entry(**vars(tensor) | fields)
 
 
 def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:

@@ -111,6 +111,21 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
     }
 
 
+def of_kind(raw: dict, kind: str, theta: str = "rope_theta") -> dict:
+    """Return a config.json with the rotary keys of one kind of layers in place of those of all.
+
+    ``theta`` is the old key of that kind. In that spelling only full attention has a scaling.
+    """
+    given = raw.get("rope_parameters")
+    if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
+        inner = given.get(kind) or {}
+        both = {"rope_parameters": inner, "rope_scaling": None}
+        known = isinstance(inner, dict) and inner.get("rope_theta") is not None
+        return raw | both | {"rope_theta": None if known else raw.get(theta)}
+    scaling = raw.get("rope_scaling") if kind == "full_attention" else None
+    return raw | {"rope_scaling": scaling, "rope_theta": raw.get(theta)}
+
+
 def merged(raw: dict) -> dict:
     """Return the rotary keys of both spellings in one dict, with rope_type and rope_theta set."""
     keys: dict = {}
@@ -126,7 +141,7 @@ def merged(raw: dict) -> dict:
                     "rope_scaling and rope_parameters; keep one of them"
                 )
     keys.setdefault("rope_type", "default")
-    keys.setdefault("rope_theta", _DEFAULT_THETA)
+    keys.setdefault("rope_theta", raw.get("default_theta", _DEFAULT_THETA))
     if keys["rope_type"] == "default" and keys.get("factor") == 1:
         del keys["factor"]
     return keys

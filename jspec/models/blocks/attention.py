@@ -12,9 +12,9 @@ from jspec.core.weights import columns_from
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import Linear, affine, normal, over_listed, rows_at
 from jspec.models.blocks.block import Mixer, Pass, Rotation
-from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.norms import Norm
 from jspec.models.blocks.rope import RopeConfig
-from jspec.models.blocks.tensors import Tensor, matrix, vector
+from jspec.models.blocks.tensors import Tensor, matrix, norm_of, vector
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OUTPUT = ("self_attn.o_proj",)
@@ -22,31 +22,68 @@ _OUTPUT = ("self_attn.o_proj",)
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Mixer):
-    """Standard attention; static and hashable."""
+    """Standard attention; static and hashable.
 
-    num_heads: int  # H
-    num_kv_heads: int  # Hkv
+    Attributes:
+      num_heads: H.
+      num_kv_heads: Hkv.
+      head_dim: width of a head.
+      rope: rotation of queries and keys; None for none.
+      rotary_dim: leading features of a head that are rotated; None for all.
+      window: tokens that a query sees, its own included; None for all.
+      qkv_bias: whether queries, keys and values have biases.
+      output_bias: whether the output projection has a bias.
+      qk_norm: norm of queries and keys; None for none.
+      column_parts: parts of qkv, each of which has heads of queries, keys and values.
+      norms_all_heads: whether ``qk_norm`` is over all heads together, not over each.
+      norms_rotated: whether ``qk_norm`` comes after the rotation.
+      v_norm: norm of each head's values; None for none.
+      interleaved: whether the rotation pairs features 2j and 2j + 1 in the checkpoint.
+      scale: factor on the scores; None for ``head_dim ** -0.5``.
+      soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
+    """
+
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
-    rotary_dim: int | None = None  # leading features of a head that are rotated; None for all
-    window: int | None = None  # tokens that a query sees, its own included; None for all
+    rope: RopeConfig | None = RopeConfig()  # noqa: RUF009 (frozen)
+    rotary_dim: int | None = None
+    window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: RmsNorm | None = None  # Each query and key head is normed before the rotation.
-    column_parts: int = 1  # Each part of qkv has heads of queries, keys and values.
+    qk_norm: Norm | None = None
+    column_parts: int = 1
+    norms_all_heads: bool = False
+    norms_rotated: bool = False
+    v_norm: Norm | None = None
+    interleaved: bool = False
+    scale: float | None = None
+    soft_cap: float | None = None
 
     title = "standard attention"
 
     @property
-    def rotation(self) -> Rotation:
+    def rotation(self) -> Rotation | None:
         """See ``Mixer``."""
-        return self.rope, self.rotary_dim or self.head_dim
+        return None if self.rope is None else (self.rope, self.rotary_dim or self.head_dim)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Widths of the queries, the keys and the values."""
         keys = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, keys, keys
+
+    @property
+    def _norms(self) -> tuple[tuple[str, Norm | None, int], ...]:
+        """The field of each norm, its kind and the width of its axis."""
+        queries, keys, _ = self.qkv_sizes
+        if not self.norms_all_heads:
+            queries = keys = self.head_dim
+        return (
+            ("q_norm", self.qk_norm, queries),
+            ("k_norm", self.qk_norm, keys),
+            ("v_norm", self.v_norm, self.head_dim),
+        )
 
     def init(
         self,
@@ -58,14 +95,13 @@ class Attention(Mixer):
     ) -> "AttentionParams":
         """See ``Mixer``."""
         queries, wide = self.qkv_sizes[0], sum(self.qkv_sizes)
-        head_norm = lambda: jnp.ones((self.head_dim,), dtype) if self.qk_norm else None
+        norms = {name: norm.init(size, dtype) for name, norm, size in self._norms if norm}
         return AttentionParams(
             qkv=normal(keys[0], (inputs or hidden, wide), dtype),
             output=normal(keys[1], (queries, hidden), dtype, shrink),
             qkv_bias=jnp.zeros((wide,), dtype) if self.qkv_bias else None,
             output_bias=jnp.zeros((hidden,), dtype) if self.output_bias else None,
-            q_norm=head_norm(),
-            k_norm=head_norm(),
+            **norms,
         )
 
     def tensors(self, hidden: int, inputs: int | None = None) -> tuple[Tensor, ...]:
@@ -75,9 +111,9 @@ class Attention(Mixer):
         tensors = [matrix("qkv", _QKV, sizes, inputs or hidden, by_linear=True, **split)]
         if self.qkv_bias:
             tensors.append(vector("qkv_bias", _QKV, sizes, "bias", **split))
-        if self.qk_norm:
-            tensors.append(vector("q_norm", ("self_attn.q_norm",), (self.head_dim,)))
-            tensors.append(vector("k_norm", ("self_attn.k_norm",), (self.head_dim,)))
+        for name, norm, size in self._norms:
+            divided = split if size > self.head_dim else {}
+            tensors += norm_of(name, f"self_attn.{name}", norm, size, **divided)
         output = matrix("output", _OUTPUT, (hidden,), queries, by_linear=True, divided="inputs")
         tensors.append(output)
         if self.output_bias:
@@ -119,12 +155,14 @@ class Attention(Mixer):
         )
         fused = over_listed(run.packing, params.qkv, projection, x)
         q, k, v = self._heads(fused)
-        if self.qk_norm:
-            q, k = self.qk_norm(q, params.q_norm), self.qk_norm(k, params.k_norm)
-        cos, sin = run.rotations[self.rotation]
-        q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
+        rotation = None if self.rope is None else run.rotations[self.rotation]
+        q, k = self._turned(rotation, (q, params.q_norm), (k, params.k_norm))
+        if self.v_norm:
+            v = self.v_norm(v, params.v_norm)
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
-        mixed = run.attend(index, q, k, v, window=self.window)
+        scores = {"scale": self.scale, "soft_cap": self.soft_cap}
+        scores = {name: value for name, value in scores.items() if value is not None}
+        mixed = run.attend(index, q, k, v, window=self.window, **scores)
         return mixed.swapaxes(1, 2).reshape(len(x), q.shape[2], -1)
 
     def output(self, params: "AttentionParams", mixed: Array, linear: Linear) -> Array:
@@ -139,6 +177,24 @@ class Attention(Mixer):
         cut = jnp.split(parts, [queries, queries + keys], axis=3)
         return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
 
+    def _turned(
+        self, rotation: tuple[Array, Array] | None, *parts: tuple[Array, Array | None]
+    ) -> list[Array]:
+        """Return queries or keys [B, T, heads, head_dim], normed by their weights and rotated."""
+        xs, weights = zip(*parts, strict=True)
+        if self.qk_norm and not self.norms_rotated:
+            xs = [*map(self._normed, xs, weights)]
+        if rotation is not None:
+            xs = [rope_lib.rotate(x, *rotation, interleaved=self.interleaved) for x in xs]
+        if self.qk_norm and self.norms_rotated:
+            xs = [*map(self._normed, xs, weights)]
+        return xs
+
+    def _normed(self, x: Array, weight: Array | None) -> Array:
+        if not self.norms_all_heads:
+            return self.qk_norm(x, weight)
+        return self.qk_norm(x.reshape(*x.shape[:2], -1), weight).reshape(x.shape)
+
     def keys_and_values(
         self, params: "AttentionParams", x: Array, rotation: tuple[Array, Array], linear: Linear
     ) -> AttentionKV:
@@ -150,9 +206,9 @@ class Attention(Mixer):
         both = affine(x, columns_from(params.qkv, queries, parts), bias, linear)
         apart = both.reshape(*x.shape[:-1], parts, 2, -1, self.head_dim)
         k, v = (apart[:, :, :, i].reshape(*x.shape[:-1], -1, self.head_dim) for i in (0, 1))
-        if self.qk_norm:
-            k = self.qk_norm(k, params.k_norm)
-        k = rope_lib.rotate(k, *rotation)
+        (k,) = self._turned(rotation, (k, params.k_norm))
+        if self.v_norm:
+            v = self.v_norm(v, params.v_norm)
         return AttentionKV(k.swapaxes(1, 2), v.swapaxes(1, 2), is_divided=parts > 1)
 
 
@@ -164,5 +220,6 @@ class AttentionParams:
     output: Array  # [H * head_dim, D]
     qkv_bias: Array | None = None
     output_bias: Array | None = None
-    q_norm: Array | None = None  # [head_dim]
-    k_norm: Array | None = None  # [head_dim]
+    q_norm: Array | None = None  # [head_dim], or [H * head_dim] if it ``norms_all_heads``
+    k_norm: Array | None = None  # [head_dim], or [Hkv * head_dim]
+    v_norm: Array | None = None  # [head_dim]

@@ -30,6 +30,7 @@ class Pass:
     Attributes:
       attend: attention of the layers, causal for training or over a cache for decoding.
       rotations: cosines and sines of the tokens' positions, one pair for each distinct rotation.
+      positions: int32 [B, T], the tokens' positions.
       linear: the product of activations and a weight.
       packing: the list of nodes that the activations are; None for a whole tree.
       recur: recurrences of the layers, over a cache; None where there is none.
@@ -37,6 +38,7 @@ class Pass:
 
     attend: Attend
     rotations: Mapping[Rotation, tuple[Array, Array]]
+    positions: Array
     linear: Linear = ops.linear
     packing: Packing | None = None
     recur: Recur | None = None
@@ -56,7 +58,7 @@ class Mixer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None  # None for queries and keys without a rotation
 
     @property
     def rotation(self) -> Rotation | None:

@@ -181,7 +181,7 @@ class LatentAttention(Mixer):
         q = linear(q_low, params.q_up)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]
-        rotate = lambda part: rope_lib.rotate(_paired(part, self.interleaved), cos, sin)
+        rotate = lambda part: rope_lib.rotate(part, cos, sin, interleaved=self.interleaved)
         latent = _NORM(latent, params.kv_norm)[:, :, None]
         key = jnp.concatenate([latent, rotate(k_rope[:, :, None]).astype(latent.dtype)], -1)
         latent_q = product("bthn,hnr->bthr", q, self._up(params)[:, : self.nope_dim])
@@ -198,8 +198,3 @@ class LatentAttentionParams:
     kv_up: Array  # [H * (nope_dim + value_dim), kv_rank], the layout of checkpoints
     output: Array  # [H * value_dim, D]
     q_norm: Array | None = None  # [q_rank]
-
-
-def _paired(x: Array, interleaved: bool) -> Array:
-    """Reorder features to the pairs of ``rope.rotate``, for queries and keys alike."""
-    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if interleaved else x

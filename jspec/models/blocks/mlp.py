@@ -1,6 +1,7 @@
-"""The gated MLP of Llama-like models: down(silu(gate x) * up x)."""
+"""The gated MLP of Llama-like models: down(activation(gate x) * up x)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,12 @@ from jspec.models.blocks.arithmetic import Linear, affine, normal
 from jspec.models.blocks.block import FeedForward, Pass
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
+# By their names in config.json.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class GatedMlp(FeedForward):
@@ -21,6 +28,7 @@ class GatedMlp(FeedForward):
     intermediate_size: int  # F
     bias: bool = False
     column_parts: int = 1  # Each part of gate_up has columns of both.
+    activation: str = "silu"  # a name of ``ACTIVATIONS``
 
     title = "a gated MLP"
 
@@ -69,7 +77,7 @@ class GatedMlp(FeedForward):
 
     def apply(self, params: "GatedMlpParams", x: Array, run: Pass) -> Array:
         """See ``FeedForward``."""
-        return gated(params, x, run.linear, self.column_parts)
+        return gated(params, x, run.linear, self.column_parts, self.activation)
 
 
 @struct.dataclass
@@ -82,21 +90,30 @@ class GatedMlpParams:
     down_bias: Array | None = None  # [D]
 
 
-def gated(params: GatedMlpParams, x: Array, linear: Linear, column_parts: int = 1) -> Array:
+def gated(
+    params: GatedMlpParams,
+    x: Array,
+    linear: Linear,
+    column_parts: int = 1,
+    activation: str = "silu",
+) -> Array:
     """Return the gated MLP of x [..., D], in the dtype of ``linear``."""
     columns = affine(x, params.gate_up, params.gate_up_bias, linear)
-    return affine(gate(columns, column_parts), params.down, params.down_bias, linear)
+    inner = gate(columns, column_parts, activation)
+    return affine(inner, params.down, params.down_bias, linear)
 
 
-def gate(columns: Array, parts: int = 1) -> Array:
-    """Return silu(gate) * up [..., F] of columns [..., 2F], which are in ``parts``."""
+def gate(columns: Array, parts: int = 1, activation: str = "silu") -> Array:
+    """Return activation(gate) * up [..., F] of columns [..., 2F], which are in ``parts``."""
+    act = ACTIVATIONS[activation]
     if parts == 1:
         first, second = jnp.split(columns, 2, axis=-1)
-        return jax.nn.silu(first) * second
+        return act(first) * second
     if sharding.num_shards() == parts:
         # Each device splits its own columns. For a reshape, XLA for TPU would relay the weight.
         spec = PartitionSpec(*[None] * (columns.ndim - 1), sharding.TENSOR)
-        return jax.shard_map(gate, in_specs=spec, out_specs=spec, check_vma=False)(columns)
+        local = functools.partial(gate, activation=activation)
+        return jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)(columns)
     both = columns.reshape(*columns.shape[:-1], parts, 2, -1)
-    gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    gated = act(both[..., 0, :]) * both[..., 1, :]
     return gated.reshape(*columns.shape[:-1], -1)

@@ -84,14 +84,18 @@ def _cos_sin_once(angles: Array) -> tuple[Array, Array]:
     )
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
     """Rotate the first R features of x [B, T, H, D] by cos and sin [B, T, R / 2].
 
-    Feature j is paired with j + R / 2. Features from R on are unchanged.
+    Feature j is paired with j + R / 2. Features from R on are unchanged. If the pairs are
+    ``interleaved``, 2j with 2j + 1, the result has them at j and j + R / 2, for queries and keys
+    alike.
     """
     cos, sin = cos[:, :, None], sin[:, :, None]
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated if half * 2 == x.shape[-1] else [*rotated, rest], -1)
 

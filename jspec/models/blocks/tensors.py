@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jspec.models.blocks.norms import Norm
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -63,7 +65,8 @@ class Tensor:
         The units of a tensor with fewer than ``count`` repeat. None if the order stays.
         """
         sizes = self.sections or [shape[0] for shape in self.shapes[: self.per_matrix]]
-        if self.divided != "outputs" or len(sizes) == 1:
+        is_even = len(sizes) == 1 and sizes[0] % (count * self.unit) == 0
+        if self.divided != "outputs" or is_even:
             return None
         begins, order = np.cumsum([0, *sizes[:-1]]), []
         for part in range(count):
@@ -97,3 +100,11 @@ def vector(
     """Return the vectors of modules, joined; ``kind`` is the end of their names."""
     names = tuple(f"{module}.{kind}" for module in modules)
     return Tensor(tuple(field.split(".")), names, tuple((size,) for size in sizes), **options)
+
+
+def norm_of(field: str, module: str, norm: Norm | None, size: int, **options) -> tuple[Tensor, ...]:
+    """Return the weights of a norm of ``size`` features; () if there is none, or it has none."""
+    if norm is None or not norm.parts:
+        return ()
+    names = tuple(f"{module}.{part}" for part in norm.parts)
+    return (Tensor(tuple(field.split(".")), names, ((size,),) * len(names), **options),)

@@ -191,7 +191,8 @@ def blocks(
     ``decoder.trunk``; with ``rows`` the result is [B, M, D].
     """
     sizes, last = config.network, config.network.num_layers - 1
-    run = Pass(attend, rotations_of((layer.mixer for layer in sizes.layers), positions), linear)
+    rotations = rotations_of((layer.mixer for layer in sizes.layers), positions)
+    run = Pass(attend, rotations, positions, linear)
     x, mixed_in = _first_block_inputs(params, config, embedded, features, linear)
     for index, (layer, weights) in enumerate(zip(sizes.layers, params.layers, strict=True)):
         if index > 0:

@@ -125,7 +125,7 @@ def run(
     x = by_rows(jnp.concatenate(pair, -1), weights.projection, None, linear)
     x = x.astype(features.dtype)
     layer = network.layers[module]
-    shared = Pass(attend, rotations_of([layer.mixer], positions), linear)
+    shared = Pass(attend, rotations_of([layer.mixer], positions), positions, linear)
     x = decoder.apply_layer(layer, params.layers[module], x, shared, 0, rows)
     return network.norm(x, weights.norm) if config.feeds_normed else x
 
