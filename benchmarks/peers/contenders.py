@@ -132,9 +132,9 @@ class Peers:
     """The peers of a run, as ``jspec.tools.bench.run.bench`` takes them; a context manager.
 
     All get the weights of jspec in the measured dtype, in one temporary folder (but for mistralrs
-    and llamacpp, which read a GGUF file themselves). Called with a case, an instance starts its workers and yields
-    its contenders, each at its better number of threads: that of the faster trial on the first
-    requests of every category, after a warm-up.
+    and llamacpp, which read a GGUF file themselves). Called with a case, an instance starts its
+    workers and yields its contenders, each at its better number of threads: that of the faster
+    trial on the first requests of every category, after a warm-up.
     """
 
     def __init__(
