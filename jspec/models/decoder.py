@@ -73,6 +73,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     logit_scale: float = 1.0  # factor on logits
     logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+    head_bias: bool = False
 
     def __hash__(self) -> int:
         # Plans are hashed in every launch, and layers are many.
@@ -123,6 +124,7 @@ class DecoderParams:
     layers: tuple[LayerParams, ...]
     norm: Array  # [D]
     head: Array | None = None  # [D, V]
+    head_bias: Array | None = None  # [V]
 
 
 def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> DecoderParams:
@@ -135,6 +137,7 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
         layers=_init_layers(layer_keys, config, dtype),
         norm=config.norm.init(hidden, dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
+        head_bias=jnp.zeros((vocab,), dtype) if config.head_bias else None,
     )
 
 
@@ -204,6 +207,8 @@ def unembed(
         logits = linear(x, params.embedding, transposed=True)
     else:
         logits = linear(x, params.head)
+    if params.head_bias is not None:
+        logits = logits + params.head_bias.astype(logits.dtype)
     if config.logit_scale != 1:
         logits = logits * config.logit_scale
     if config.logit_cap is not None:

@@ -25,6 +25,7 @@ LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v
 MORE = {
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # equal lengths in all scalings
+    "minimax_m2": {"head_dim": 16},
 }
 
 
@@ -41,9 +42,11 @@ def test_defaults_are_those_of_transformers(model_type):
     fields = {field.name: field.default for field in dataclasses.fields(type(theirs))}
     same_default = {key: fields[key] for key in ours if key in fields}
     assert same_default == {key: ours[key] for key in same_default}
-    undeclared = {"head_dim", "partial_rotary_factor"}  # Qwen2 and GLM read them anyway
+    # Read anyway, or an attribute of the class.
+    undeclared = {"head_dim", "partial_rotary_factor", "rotary_dim", "default_theta"}
     assert set(ours) - set(fields) <= undeclared
-    assert theirs.default_theta == families.scaling.read({"max_position_embeddings": 8}, 2)[0].theta
+    least = ours | {"max_position_embeddings": 8}
+    assert theirs.default_theta == families.scaling.read(least, 2)[0].theta
 
 
 def test_a_config_without_optional_keys_takes_the_defaults_of_its_family():
@@ -237,7 +240,7 @@ def test_incomplete_rotary_scalings_are_refused(rope, message):
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {"model_type": "llama", "architectures": ["MistralForCausalLM"]},
-        {"architectures": ["Qwen3MoeForCausalLM"]},
+        {"architectures": ["FalconForCausalLM"]},
         {},
     ],
 )
@@ -266,11 +269,29 @@ def test_experts_and_latent_attention_read_back_the_same():
         ),
         ("glm4_moe", {"partial_rotary_factor": 0.25, "attention_bias": True}),
         ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "num_experts": 16}),
+        ("qwen3_moe", {"use_sliding_window": True, "attention_bias": True}),
+        ("qwen2_moe", {"use_sliding_window": True, "decoder_sparse_step": 2}),
+        ("mixtral", {"sliding_window": 8, "num_local_experts": 4}),
+        ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
+        ("phimoe", {"lm_head_bias": True, "sliding_window": 8}),
+        ("minimax_m2", {"rotary_dim": 8}),
     ):
         config = read(model_type, **settings)
         raw = families.describe(config)
         assert raw["model_type"] == model_type
         assert families.find(raw).read(raw) == config
+
+
+def test_numbers_of_experts_have_two_names_that_must_agree():
+    assert read("mixtral", num_experts=4) == read("mixtral", num_local_experts=4)
+    assert read("qwen3_moe").layers[0].feed_forward.num_experts == 128
+    with pytest.raises(ValueError, match="num_experts and num_local_experts must be equal"):
+        read("qwen3_moe", num_experts=4, num_local_experts=8)
+    with pytest.raises(ValueError, match="attn_type_list must name full attention"):
+        read("minimax_m2", attn_type_list=[1, 0, 1])
+    with pytest.raises(ValueError, match="experts: sparsemixer selects 2 experts"):
+        read("phimoe", num_experts_per_tok=3)
 
 
 def test_mimo_reads_as_qwen2_does():
@@ -340,6 +361,26 @@ _PUBLISHED = """
  "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": false,
  "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
  "use_cache": true, "use_qk_norm": false, "vocab_size": 151552}
+
+{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+ "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+ "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+ "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+ "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+ "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+ "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+ "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+ "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}
+
+{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+ "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+ "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+ "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+ "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+ "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+ "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "use_cache": true, "vocab_size": 32000}
 """
 _NOT_KEPT = {"rope_scaling", "sliding_window", "max_window_layers", "num_nextn_predict_layers"}
 

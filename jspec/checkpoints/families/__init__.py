@@ -14,16 +14,25 @@ from jspec.checkpoints.families import (
     glm4_moe,
     llama,
     mimo,
+    minimax_m2,
     mistral,
+    mixtral,
+    olmoe,
+    phimoe,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
 )
 from jspec.checkpoints.families.common import Family
 from jspec.models.decoder import DecoderConfig
 from jspec.util.messages import shown
 
 # By ``model_type``. ``describe`` uses the first family that can express a decoder.
-_MODULES = (llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe)
+_MODULES = (
+    *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe),
+    *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 

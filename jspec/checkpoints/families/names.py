@@ -223,6 +223,8 @@ def llama_table(config: DecoderConfig, renamed: Mapping[str, str] = _NONE) -> tu
     entries += [Entry(**vars(x)) for x in norm_of("norm", "model.norm", config.norm, hidden)]
     if not config.tie_embeddings:
         entries.append(matrix(("head",), HEAD, vocab, hidden))
+    if config.head_bias:
+        entries.append(vector(("head_bias",), "lm_head.bias", vocab))
     return tuple(entries)
 
 

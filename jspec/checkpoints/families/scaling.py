@@ -19,10 +19,11 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
 }
 _YARN = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+MSCALES = ("short_mscale", "long_mscale")  # PhiMoE's names of the attention_factor of longrope
 _OPTIONAL = {
     "llama3": (_ORIGINAL,),
     "yarn": ("factor", _ORIGINAL, *_YARN),
-    "longrope": ("factor", _ORIGINAL, "attention_factor"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", *MSCALES),
 }
 # Keys that transformers does not read, and the values that have no effect elsewhere.
 _UNREAD = {"finetuned": (True, False), "attn_factor": (1,), "extrapolation_factor": (1,)}
@@ -191,7 +192,10 @@ def _longrope(given: dict, theta: float, factor: float, original: int, head_dim:
     for key in ("short_factor", "long_factor"):
         if not isinstance(given[key], list) or len(given[key]) != head_dim // 2:
             raise ValueError(f"{key} must be a list of {head_dim // 2} numbers (head_dim / 2)")
-    amplitude = given.get("attention_factor")
+    amplitudes = [given[key] for key in ("attention_factor", *MSCALES) if key in given]
+    if len(set(amplitudes)) > 1:
+        raise ValueError(f"{' and '.join(MSCALES)} must be equal, got {shown(amplitudes)}")
+    amplitude = amplitudes[0] if amplitudes else None
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
     return RopeConfig(

@@ -31,7 +31,7 @@ from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
 from jspec.models.blocks.block import FeedForward, Pass
-from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams, gate, gated
+from jspec.models.blocks.mlp import GatedMlp, GatedMlpParams, gate
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
@@ -73,6 +73,7 @@ class Experts(FeedForward):
     expert_bias: bool = False
     shared_gate: bool = False  # A sigmoid of one more projection weighs the shared expert.
     names: ExpertNames = ExpertNames()
+    activation: str = "silu"  # see ``GatedMlp``
 
     title = "experts"
 
@@ -102,8 +103,13 @@ class Experts(FeedForward):
     @property
     def shared(self) -> GatedMlp | None:
         """The shared expert."""
-        size = self.shared_size
-        return GatedMlp(size, column_parts=self.column_parts) if size else None
+        if not self.shared_size:
+            return None
+        return GatedMlp(
+            self.shared_size,
+            column_parts=self.column_parts,
+            activation=self.activation,
+        )
 
     def init(
         self, keys: Array, hidden: int, dtype: jnp.dtype, shrink: float = 1.0
@@ -180,7 +186,7 @@ class Experts(FeedForward):
         """See ``FeedForward``."""
         shared = None
         if params.shared is not None:
-            shared = gated(params.shared, x, run.linear, self.column_parts)
+            shared = self.shared.apply(params.shared, x, run)
         if params.shared_gate is not None:
             shared = shared * jax.nn.sigmoid(run.linear(x, params.shared_gate))
         count = None if run.packing is None else run.packing.count
@@ -339,7 +345,7 @@ def _ragged(config, stacks, x, token, weight, sizes) -> Array:
         return out if bias is None else out + bias[expert].astype(out.dtype)
 
     columns = ragged(rows, stacks.gate_up, stacks.gate_up_bias)
-    out = ragged(gate(columns, _parts(config)), stacks.down, stacks.down_bias)
+    out = ragged(_gated(config, columns), stacks.down, stacks.down_bias)
     return jnp.zeros(x.shape, out.dtype).at[token].add(out * weight[:, None])
 
 
@@ -364,7 +370,7 @@ def _by_blocks(config, stacks, x, token, weight, sizes) -> Array:
         if config.weighs_inputs:
             rows = rows * weight[clipped][:, None].astype(x.dtype)
         columns = product(rows, stacks.gate_up, stacks.gate_up_bias, expert)
-        columns = gate(columns, _parts(config))
+        columns = _gated(config, columns)
         out = product(columns, stacks.down, stacks.down_bias, expert)
         is_here = pair < end[expert]
         scale = jnp.where(is_here, jnp.float32(1) if config.weighs_inputs else weight[clipped], 0)
@@ -374,6 +380,6 @@ def _by_blocks(config, stacks, x, token, weight, sizes) -> Array:
     return lax.fori_loop(0, last_turn[-1], turn, jnp.zeros(x.shape, wide))
 
 
-def _parts(config: Experts) -> int:
-    """Return the parts of the columns of an expert."""
-    return 1 if config.expert_parallel else config.column_parts
+def _gated(config: Experts, columns: Array) -> Array:
+    """Return what the second matrices of experts take."""
+    return gate(columns, 1 if config.expert_parallel else config.column_parts, config.activation)
