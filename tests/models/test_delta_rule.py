@@ -10,7 +10,7 @@ from jspec.core.entries import Commit
 from jspec.core.packing import packing_of
 from jspec.models.blocks.attend import recurrence_over
 from jspec.models.blocks.block import Pass
-from jspec.models.blocks.delta_rule import DeltaRule, _unit
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.delta_state import DeltaState, carried, convolved, outputs
 
 torch = pytest.importorskip("torch")
@@ -24,7 +24,7 @@ def values(count, seed=0, gate=0.3, batch=2):
     """Return a state and the values of nodes; ``gate`` scales the logarithms of their decays."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal((batch, *shape)).astype(np.float32)
-    state = DeltaState(draw(HEADS, KEY, VALUE), draw(GROUPS, 3, 5))
+    state = DeltaState(draw(HEADS, VALUE, KEY), draw(1, 3, 5), GROUPS)
     nodes = dict(
         queries=draw(GROUPS, count, KEY),
         keys=draw(GROUPS, count, KEY),
@@ -45,21 +45,26 @@ def sequential(state, nodes, row, path):
         along("values"),
         g=one("decays"),
         beta=one("rates"),
-        initial_state=torch.tensor(state.state[row])[None],
+        initial_state=torch.tensor(state.state[row].swapaxes(1, 2))[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    return out[0].numpy(), end[0].numpy()
+    return out[0].numpy(), end[0].numpy().swapaxes(1, 2)
 
 
 def solved(state, nodes, tree):
-    """Return outputs and updates of nodes whose queries and keys are not normed yet."""
-    normed = nodes | dict(
-        queries=_unit(jnp.asarray(nodes["queries"])) * KEY**-0.5,
-        keys=_unit(jnp.asarray(nodes["keys"])),
+    """Return outputs, normed keys and updates of nodes."""
+    queries, keys = (jnp.asarray(nodes[name]) for name in ("queries", "keys"))
+    queries, keys = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (queries, keys))
+    mixed, updates = outputs(
+        state,
+        pairs=jnp.stack([queries * KEY**-0.5, keys], 3),
+        values=nodes["values"],
+        decays=nodes["decays"],
+        rates=nodes["rates"],
+        tree=tree,
     )
-    mixed, updates = outputs(state, **normed, tree=tree)
-    return mixed, normed["keys"], updates
+    return mixed, keys, updates
 
 
 def path_to(parents, node):
@@ -114,7 +119,7 @@ def test_the_convolution_runs_along_the_paths_of_a_tree():
             np.testing.assert_allclose(got[0, :, node], (rows * kernel).sum(1), atol=1e-5)
 
 
-MIXER = DeltaRule(HEADS, GROUPS, KEY, VALUE)
+MIXER = DeltaRule(HEADS, GROUPS, KEY, VALUE, by_key_heads=True)
 
 
 def run(tokens, cache, parents, packing=None, depth=6):

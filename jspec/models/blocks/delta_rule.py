@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jspec.core.types import Array, Tree
@@ -107,14 +108,13 @@ class DeltaRule(Mixer):
 
     def entry(self, batch: int, capacity: int, dtype: jnp.dtype) -> DeltaState:
         """See ``Mixer``; the state has no slots, and is float32."""
-        return DeltaState.empty(
-            batch,
-            self.num_heads,
-            self.num_kv_heads,
-            self.key_dim,
-            self.head_dim,
-            self.kernel_size,
-            is_divided=self.column_parts > 1,
+        parts, size = self.column_parts, (self.head_dim, self.key_dim)
+        channels = sum(self.sections[:3]) // parts
+        return DeltaState(
+            state=jnp.zeros((batch, self.num_heads, *size), jnp.float32),
+            inputs=jnp.zeros((batch, parts, self.kernel_size - 1, channels), jnp.float32),
+            num_keys=self.num_kv_heads,
+            is_divided=parts > 1,
         )
 
     def mix(
@@ -161,20 +161,18 @@ class DeltaRule(Mixer):
         rates: Array,
         decays: Array,
     ) -> tuple[Array, DeltaNodes]:
-        """Return the outputs [B, N, H, Dv] of inputs [B, Hk, N, F] of the nodes, and their values.
+        """Return the outputs [B, N, H, Dv] of inputs [B, P, N, C] of the nodes, and their values.
 
         ``rates`` and ``decays`` are [B, H, N].
         """
-        batch, groups, count, _ = inputs.shape
-        seen = jax.nn.silu(delta_state.convolved(inputs, entry.inputs, self._kernel(params), tree))
-        queries, keys, values = jnp.split(seen, [self.key_dim, 2 * self.key_dim], -1)
-        values = values.reshape(batch, groups, count, -1, self.head_dim).swapaxes(2, 3)
-        values = values.reshape(batch, self.num_heads, count, self.head_dim)
-        keys = _unit(keys)
+        kernel = self._kernel(params)
+        seen = jax.nn.silu(delta_state.convolved(inputs, entry.inputs, kernel, tree))
+        pairs, values = self._heads(seen)
+        pairs = pairs * jax.lax.rsqrt((pairs * pairs).sum(-1, keepdims=True) + _EPS)
+        keys = pairs[..., 1, :]
         mixed, updates = delta_state.outputs(
             entry,
-            queries=_unit(queries) * self.key_dim**-0.5,
-            keys=keys,
+            pairs=pairs * np.array([[self.key_dim**-0.5], [1]], np.float32),
             values=values,
             decays=decays,
             rates=rates,
@@ -183,22 +181,31 @@ class DeltaRule(Mixer):
         return mixed.swapaxes(1, 2), DeltaNodes(inputs, keys, updates, decays)
 
     def _apart(self, columns: Array) -> tuple[Array, Array]:
-        """Return inputs of the convolution [B, T, Hk, F] and gates [B, T, H, Dv] of columns."""
-        lead, groups = columns.shape[:2], self.num_kv_heads
-        if self.by_key_heads:
-            width = sum(self.sections[:3]) // groups
-            inputs, gates = jnp.split(columns.reshape(*lead, groups, -1), [width], -1)
-        else:
-            *apart, gates = self._by_sections(columns, self.sections)
-            inputs = jnp.concatenate(apart, -1)
-        return inputs, gates.reshape(*lead, self.num_heads, self.head_dim)
+        """Return inputs of the convolution [B, T, P, C] and gates [B, T, H, Dv] of columns.
 
-    def _by_sections(self, columns: Array, sections: tuple[int, ...]) -> list[Array]:
-        """Return arrays [..., Hk, size] of columns [..., C] that are in ``column_parts``."""
-        lead, parts, groups = columns.shape[:-1], self.column_parts, self.num_kv_heads
-        columns = columns.reshape(*lead, parts, -1)
-        ends = [sum(sections[: index + 1]) // parts for index in range(len(sections) - 1)]
-        return [part.reshape(*lead, groups, -1) for part in jnp.split(columns, ends, -1)]
+        No head is copied: XLA for GPU fails to compile a join of slices that a product reads.
+        """
+        lead, parts = columns.shape[:2], self.column_parts
+        units = self.num_kv_heads if self.by_key_heads else parts
+        columns = columns.reshape(*lead, units, -1)
+        width = sum(self.sections[:3]) // units
+        inputs, gates = columns[..., :width], columns[..., width:]
+        return inputs.reshape(*lead, parts, -1), gates.reshape(*lead, self.num_heads, self.head_dim)
+
+    def _heads(self, seen: Array) -> tuple[Array, Array]:
+        """Return pairs [B, Hk, N, 2, Dk] and values [B, H, N, Dv] of channels [B, P, N, C]."""
+        batch, parts, count, _ = seen.shape
+        groups, width = self.num_kv_heads // parts, 2 * self.key_dim
+        if self.by_key_heads:
+            seen = seen.reshape(batch, parts, count, groups, -1)
+            pairs, values = seen[..., :width], seen[..., width:]
+            pairs = pairs.reshape(batch, parts, count, groups, 2, -1)
+        else:
+            pairs, values = seen[..., : groups * width], seen[..., groups * width :]
+            pairs = pairs.reshape(batch, parts, count, 2, groups, -1).swapaxes(3, 4)
+        pairs = pairs.swapaxes(2, 3).reshape(batch, -1, count, 2, self.key_dim)
+        values = values.reshape(batch, parts, count, -1, self.head_dim).swapaxes(2, 3)
+        return pairs, values.reshape(batch, self.num_heads, count, -1)
 
     def _rates(self, params: "DeltaRuleParams", columns: Array) -> tuple[Array, Array]:
         """Return b and g [B, T, H] of columns [B, T, 2 H]."""
@@ -211,14 +218,20 @@ class DeltaRule(Mixer):
         return jax.nn.sigmoid(rates), decays
 
     def _kernel(self, params: "DeltaRuleParams") -> Array:
-        """Return the kernel [Hk, W, F] of the convolution."""
-        rows = params.kernel.astype(jnp.float32)[:, 0].T
-        return jnp.concatenate(self._by_sections(rows, self.sections[:3]), -1).swapaxes(0, 1)
+        """Return the kernel [P, W, C] of the convolution, in the order of the columns."""
+        parts, kernel = self.column_parts, params.kernel.astype(jnp.float32)[:, 0]
+        kernel = kernel.reshape(parts, -1, self.kernel_size)
+        if self.by_key_heads:
+            ends = np.cumsum(self.sections[:2]) // parts
+            sections = jnp.split(kernel, ends, 1)
+            heads = (parts, self.num_kv_heads // parts, -1, self.kernel_size)
+            kernel = jnp.concatenate([part.reshape(heads) for part in sections], 2)
+        return kernel.reshape(parts, -1, self.kernel_size).swapaxes(1, 2)
 
 
 @struct.dataclass
 class DeltaRuleParams:
-    """Weights of a gated delta rule; F features are those of a key head and of its values."""
+    """Weights of a gated delta rule."""
 
     qkvz: Array  # [D, 2 Hk Dk + 2 H Dv]; z are the gates of the outputs
     rates: Array  # [D, 2 H], of rates and decays
@@ -227,8 +240,3 @@ class DeltaRuleParams:
     decay_bias: Array  # [H] float32
     norm: Array  # [Dv]
     output: Array  # [H * Dv, D]
-
-
-def _unit(x: Array) -> Array:
-    """Return x divided by its length over the last axis."""
-    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)

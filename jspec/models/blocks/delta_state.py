@@ -37,7 +37,7 @@ _FEW = 16  # levels that are substituted one by one, and committed nodes that ar
 class DeltaNodes:
     """The values of N nodes, of which a committed path makes the next state."""
 
-    inputs: Array  # [B, Hk, N, F] float32, of the convolution
+    inputs: Array  # [B, P, N, C] float32, of the convolution, in P parts of the columns
     keys: Array  # [B, Hk, N, Dk] float32
     updates: Array  # [B, H, N, Dv] float32, u
     decays: Array  # [B, H, N] float32, g
@@ -45,42 +45,23 @@ class DeltaNodes:
 
 @struct.dataclass
 class DeltaState(Entry):
-    """The state of one layer, and the last inputs of its convolution; key head i has H / Hk S."""
+    """The state of one layer, and the last inputs of its convolution."""
 
-    state: Array  # [B, H, Dk, Dv] float32, S
-    inputs: Array  # [B, Hk, W - 1, F] float32
+    state: Array  # [B, H, Dv, Dk] float32, the transposes of S
+    inputs: Array  # [B, P, W - 1, C] float32
+    num_keys: int = struct.field(pytree_node=False)  # Hk; each key head has H / Hk matrices S
     is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
-
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        heads: int,
-        groups: int,
-        key_dim: int,
-        value_dim: int,
-        kernel_size: int,
-        *,
-        is_divided: bool = False,
-    ) -> Self:
-        """Return the state of ``batch`` empty texts; ``groups`` is Hk."""
-        width = 2 * key_dim + heads // groups * value_dim
-        return cls(
-            state=jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32),
-            inputs=jnp.zeros((batch, groups, kernel_size - 1, width), jnp.float32),
-            is_divided=is_divided,
-        )
 
     def of_nodes(self, batch: int, count: int) -> DeltaNodes:
         """See ``Entry``."""
-        (_, heads, key_dim, value_dim), (_, groups, _, width) = self.state.shape, self.inputs.shape
+        _, heads, value_dim, key_dim = self.state.shape
 
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch, *sizes), jnp.float32)
 
         return DeltaNodes(
-            inputs=shape(groups, count, width),
-            keys=shape(groups, count, key_dim),
+            inputs=shape(self.inputs.shape[1], count, self.inputs.shape[3]),
+            keys=shape(self.num_keys, count, key_dim),
             updates=shape(heads, count, value_dim),
             decays=shape(heads, count),
         )
@@ -106,7 +87,7 @@ class DeltaState(Entry):
 
 
 def carried(state: Array, keys: Array, updates: Array, decays: Array) -> Array:
-    """Return the state [B, H, Dk, Dv] behind a path of R nodes.
+    """Return the state [B, H, Dv, Dk] behind a path of R nodes.
 
     Few nodes are added one by one, so that XLA makes one loop over the state. It would store the
     result of a product, as large as the state, before it is added.
@@ -120,20 +101,20 @@ def carried(state: Array, keys: Array, updates: Array, decays: Array) -> Array:
     total = _grouped(total, groups)
     if steps <= _FEW:
         for step in range(steps):
-            key = keys[:, :, None, step, :, None]
-            total = total + key * updates[:, :, :, step, None]
+            key = keys[:, :, None, step, None]
+            total = total + updates[:, :, :, step, :, None] * key
     else:
-        total = total + _product("bgmk,bgrmv->bgrkv", keys, updates)
+        total = total + _product("bgmk,bgrmv->bgrvk", keys, updates)
     return total.reshape(state.shape)
 
 
 def convolved(inputs: Array, past: Array, kernel: Array, tree: Tree) -> Array:
-    """Return the causal convolution [B, Hk, N, F] of the nodes' inputs along their paths.
+    """Return the causal convolution [B, P, N, C] of the nodes' inputs along their paths.
 
     Args:
-      inputs: [B, Hk, N, F].
-      past: [B, Hk, W - 1, F], the last committed inputs.
-      kernel: [Hk, W, F]; its last row is that of the node itself.
+      inputs: [B, P, N, C].
+      past: [B, P, W - 1, C], the last committed inputs.
+      kernel: [P, W, C]; its last row is that of the node itself.
       tree: of the nodes, with a batch axis.
     """
     width, count = kernel.shape[1], inputs.shape[2]
@@ -161,8 +142,7 @@ def _slots(tree: Tree, width: int) -> list[Array | np.ndarray]:
 def outputs(
     entry: DeltaState,
     *,
-    queries: Array,
-    keys: Array,
+    pairs: Array,
     values: Array,
     decays: Array,
     rates: Array,
@@ -172,15 +152,14 @@ def outputs(
 
     Args:
       entry: the state of the prefix, read only.
-      queries: [B, Hk, N, Dk], normed and scaled.
-      keys: [B, Hk, N, Dk], normed.
+      pairs: [B, Hk, N, 2, Dk], a query and a key of each node.
       values: [B, H, N, Dv].
       decays: [B, H, N], g.
       rates: [B, H, N], b.
       tree: of the nodes, with a batch axis.
     """
-    count = keys.shape[2]
-    nodes = queries, keys, values, decays, rates
+    count = values.shape[2]
+    nodes = pairs, values, decays, rates
     if count <= _CHUNK or not _is_chain(tree):
         above = trees.unpack_bits(tree.ancestors, count)
         return _solved(entry.state, nodes, above, tree.max_depth, entry.is_divided)
@@ -194,8 +173,8 @@ def outputs(
 
     def step(state: Array, nodes: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         mixed, updates = _solved(state, nodes, above, _CHUNK, entry.is_divided)
-        _, keys, _, decays, _ = nodes
-        return carried(state, keys, updates, decays), (mixed, updates)
+        pairs, _, decays, _ = nodes
+        return carried(state, pairs[..., 1, :], updates, decays), (mixed, updates)
 
     _, results = lax.scan(step, entry.state, tuple(map(chunks, nodes)))
     mixed, updates = (
@@ -212,24 +191,25 @@ def _solved(
     is_divided: bool,
 ) -> tuple[Array, Array]:
     """Return ``outputs`` of nodes of which ``above`` [B, N, N] are the ancestors, at most N."""
-    queries, keys, values, decays, rates = nodes
-    heads, groups, count = state.shape[1], keys.shape[1], keys.shape[2]
+    pairs, values, decays, rates = nodes
+    heads, groups, count = state.shape[1], *pairs.shape[1:3]
     strict = above & ~np.eye(count, dtype=bool)
     mask = jnp.asarray(above, jnp.float32)[:, None]
     below = decays[..., None] * strict[:, None]  # [B, H, N, N]: g of j, if it is below m
     ratios = jnp.exp(jnp.where(above[:, None], _product("bhnj,bhjm->bhnm", mask, below), -jnp.inf))
     total = jnp.exp(_product("bhnj,bhj->bhn", mask, decays))[..., None]
 
-    both = jnp.concatenate([queries, keys], 2)
-    read = _product("bgnk,bgrkv->bgrnv", both, _grouped(state, groups))
-    read = read.reshape(len(state), heads, 2 * count, -1)
-    alike = jnp.repeat(_product("bgnk,bgmk->bgnm", both, keys), heads // groups, 1)
+    # One product of all queries and keys reads the state once.
+    read = _product("bgnck,bgrvk->bgrcnv", pairs, _grouped(state, groups))
+    read = read.reshape(len(state), heads, 2, count, -1)
+    alike = _product("bgnck,bgmk->bgcnm", pairs, pairs[..., 1, :])
+    alike = jnp.repeat(alike, heads // groups, 1)
 
-    system = jnp.where(strict[:, None], rates[..., None] * ratios * alike[:, :, count:], 0)
-    right = rates[..., None] * (values - total * read[:, :, count:])
+    system = jnp.where(strict[:, None], rates[..., None] * ratios * alike[:, :, 1], 0)
+    right = rates[..., None] * (values - total * read[:, :, 1])
     updates = _solve(system, right, depth, is_divided)
-    mixed = _product("bhnm,bhmv->bhnv", ratios * alike[:, :, :count], updates)
-    return total * read[:, :, :count] + mixed, updates
+    mixed = _product("bhnm,bhmv->bhnv", ratios * alike[:, :, 0], updates)
+    return total * read[:, :, 0] + mixed, updates
 
 
 def _solve(system: Array, right: Array, depth: int, is_divided: bool) -> Array:
