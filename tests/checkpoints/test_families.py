@@ -22,10 +22,12 @@ SIZES = {
 
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 10}
+HYBRID = {"partial_rotary_factor": 1.0, "full_attention_interval": 3}
 MORE = {
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # equal lengths in all scalings
     "minimax_m2": {"head_dim": 16},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
 }
 
 
@@ -44,6 +46,8 @@ def test_defaults_are_those_of_transformers(model_type):
     assert same_default == {key: ours[key] for key in same_default}
     # Read anyway, or an attribute of the class.
     undeclared = {"head_dim", "partial_rotary_factor", "rotary_dim", "default_theta"}
+    undeclared |= {"full_attention_interval", "intermediate_size"}
+    undeclared |= {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"}
     assert set(ours) - set(fields) <= undeclared
     least = ours | {"max_position_embeddings": 8}
     assert theirs.default_theta == families.scaling.read(least, 2)[0].theta
@@ -204,8 +208,8 @@ def test_a_decoder_that_no_family_can_express_is_refused():
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 .* rotates 1"),
         ("mimo", {"attention_bias": False}, "attention_bias=False"),
-        ("qwen3_next", {}, "'qwen3_next' is not supported yet"),
-        ("qwen3_5_moe", {}, "recurrent state, which rejected drafts would change"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "linear_attention and full"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "multiple of linear_num_key_heads .3."),
     ],
 )
 def test_settings_that_are_not_implemented_are_refused_by_name(model_type, settings, message):

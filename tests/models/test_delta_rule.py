@@ -127,7 +127,7 @@ def run(tokens, cache, parents, packing=None, depth=6):
     params = weights()
     tree, new = trees.broadcast(trees.from_parents(parents, depth), len(tokens)), [None]
     x = jnp.asarray(tokens) if packing is None else packing.pack(jnp.asarray(tokens))
-    part = Pass(None, {}, packing=packing, recur=recurrence_over(cache, tree, new))
+    part = Pass(None, {}, None, packing=packing, recur=recurrence_over(cache, tree, new))
     mixed = MIXER.mix(params, x, part, 0)
     return (mixed if packing is None else packing.unpack(mixed)), new[0]
 

@@ -22,7 +22,10 @@ from jspec.checkpoints.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
 )
 from jspec.checkpoints.families.common import Family
 from jspec.models.decoder import DecoderConfig
@@ -32,9 +35,9 @@ from jspec.util.messages import shown
 _MODULES = (
     *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe),
     *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
+    *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-_RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def find(raw: dict) -> Family:
@@ -42,12 +45,6 @@ def find(raw: dict) -> Family:
     known = ", ".join(family.architecture for family in FAMILIES.values())
     architectures = common.architectures(raw)
     kind = raw.get("model_type")
-    if kind in _RECURRENT:
-        raise ValueError(
-            f"model_type {kind!r} is not supported yet: its gated delta-rule blocks keep a "
-            "recurrent state, which rejected drafts would change for good; known, for text "
-            f"generation: {known}"
-        )
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if "model_type" not in raw:
         family = next((f for f in FAMILIES.values() if [f.architecture] == architectures), None)

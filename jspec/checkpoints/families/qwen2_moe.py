@@ -4,7 +4,7 @@ import dataclasses
 
 from jspec.checkpoints.families import common, experts, qwen3_moe
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, WINDOW_DEFAULTS, flag, whole
-from jspec.models.blocks.experts import ExpertNames
+from jspec.models.blocks.experts import ExpertNames, Experts
 from jspec.models.decoder import DecoderConfig, Layer
 
 
@@ -13,11 +13,11 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
     return experts.by_steps(raw, mixer, with_shared(raw), _windows(raw))
 
 
-def with_shared(raw: dict):
+def with_shared(raw: dict, count: int = 60) -> Experts:
     """Return the experts of a config.json, with the shared one that has a gate."""
     return qwen3_moe.softmax(
         raw,
-        count=60,
+        count=count,
         shared_size=whole(raw, "shared_expert_intermediate_size"),
         shared_gate=True,
         names=ExpertNames(shared="mlp.shared_expert"),

@@ -25,6 +25,8 @@ _OPTIONAL = {
     "yarn": ("factor", _ORIGINAL, *_YARN),
     "longrope": ("factor", _ORIGINAL, "attention_factor", *MSCALES),
 }
+# Positions of images: a token of a text has the same position on all axes.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Keys that transformers does not read, and the values that have no effect elsewhere.
 _UNREAD = {"finetuned": (True, False), "attn_factor": (1,), "extrapolation_factor": (1,)}
 _ALIASES = {"su": "longrope"}  # the first name, of Phi-3
@@ -48,7 +50,8 @@ def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
 def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     trained = raw["max_position_embeddings"]
     given = merged(raw)
-    given.pop("partial_rotary_factor", None)
+    for key in ("partial_rotary_factor", *_OF_IMAGES):
+        given.pop(key, None)
     kind = given.pop("rope_type")
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     for key in [key for key, values in _UNREAD.items() if given.get(key) in values]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -40,6 +41,8 @@ class Attention(Mixer):
       v_norm: norm of each head's values; None for none.
       interleaved: whether the rotation pairs features 2j and 2j + 1 in the checkpoint.
       scale: factor on the scores; None for ``head_dim ** -0.5``.
+      gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
+        its query.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
     """
 
@@ -59,6 +62,7 @@ class Attention(Mixer):
     interleaved: bool = False
     scale: float | None = None
     soft_cap: float | None = None
+    gated: bool = False
 
     title = "standard attention"
 
@@ -69,9 +73,9 @@ class Attention(Mixer):
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Widths of the queries, the keys and the values."""
+        """Widths of the queries (and their gates), the keys and the values."""
         keys = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, keys, keys
+        return (1 + self.gated) * self.num_heads * self.head_dim, keys, keys
 
     @property
     def _norms(self) -> tuple[tuple[str, Norm | None, int], ...]:
@@ -94,11 +98,11 @@ class Attention(Mixer):
         inputs: int | None = None,
     ) -> "AttentionParams":
         """See ``Mixer``."""
-        queries, wide = self.qkv_sizes[0], sum(self.qkv_sizes)
+        heads, wide = self.num_heads * self.head_dim, sum(self.qkv_sizes)
         norms = {name: norm.init(size, dtype) for name, norm, size in self._norms if norm}
         return AttentionParams(
             qkv=normal(keys[0], (inputs or hidden, wide), dtype),
-            output=normal(keys[1], (queries, hidden), dtype, shrink),
+            output=normal(keys[1], (heads, hidden), dtype, shrink),
             qkv_bias=jnp.zeros((wide,), dtype) if self.qkv_bias else None,
             output_bias=jnp.zeros((hidden,), dtype) if self.output_bias else None,
             **norms,
@@ -106,7 +110,7 @@ class Attention(Mixer):
 
     def tensors(self, hidden: int, inputs: int | None = None) -> tuple[Tensor, ...]:
         """See ``Mixer``."""
-        queries, sizes = self.qkv_sizes[0], self.qkv_sizes
+        heads, sizes = self.num_heads * self.head_dim, self.qkv_sizes
         split = {"divided": "outputs", "unit": self.head_dim}
         tensors = [matrix("qkv", _QKV, sizes, inputs or hidden, by_linear=True, **split)]
         if self.qkv_bias:
@@ -114,7 +118,7 @@ class Attention(Mixer):
         for name, norm, size in self._norms:
             divided = split if size > self.head_dim else {}
             tensors += norm_of(name, f"self_attn.{name}", norm, size, **divided)
-        output = matrix("output", _OUTPUT, (hidden,), queries, by_linear=True, divided="inputs")
+        output = matrix("output", _OUTPUT, (hidden,), heads, by_linear=True, divided="inputs")
         tensors.append(output)
         if self.output_bias:
             tensors.append(vector("output_bias", _OUTPUT, (hidden,), "bias"))
@@ -155,6 +159,8 @@ class Attention(Mixer):
         )
         fused = over_listed(run.packing, params.qkv, projection, x)
         q, k, v = self._heads(fused)
+        if self.gated:
+            q, gates = q[:, :, 0::2], q[:, :, 1::2]
         rotation = None if self.rope is None else run.rotations[self.rotation]
         q, k = self._turned(rotation, (q, params.q_norm), (k, params.k_norm))
         if self.v_norm:
@@ -163,17 +169,20 @@ class Attention(Mixer):
         scores = {"scale": self.scale, "soft_cap": self.soft_cap}
         scores = {name: value for name, value in scores.items() if value is not None}
         mixed = run.attend(index, q, k, v, window=self.window, **scores)
-        return mixed.swapaxes(1, 2).reshape(len(x), q.shape[2], -1)
+        mixed = mixed.swapaxes(1, 2)
+        if self.gated:
+            mixed = mixed * jax.nn.sigmoid(rows_at(gates, rows))
+        return mixed.reshape(len(x), q.shape[2], -1)
 
     def output(self, params: "AttentionParams", mixed: Array, linear: Linear) -> Array:
         """See ``Mixer``."""
         return affine(mixed, params.output, params.output_bias, linear)
 
     def _heads(self, fused: Array) -> list[Array]:
-        """Return q, k and v [B, T, heads, head_dim] of columns [B, T, ...]."""
+        """Return q, k and v [B, T, heads, head_dim] of columns [B, T, ...]; q has gates too."""
         batch, length, _ = fused.shape
         parts = fused.reshape(batch, length, self.column_parts, -1, self.head_dim)
-        queries, keys = (n // self.column_parts for n in (self.num_heads, self.num_kv_heads))
+        queries, keys, _ = (n // self.column_parts // self.head_dim for n in self.qkv_sizes)
         cut = jnp.split(parts, [queries, queries + keys], axis=3)
         return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
 
@@ -216,7 +225,7 @@ class Attention(Mixer):
 class AttentionParams:
     """Weights of standard attention; None for those that it lacks."""
 
-    qkv: Array  # [D, (H + 2 Hkv) * head_dim]
+    qkv: Array  # [D, (H + 2 Hkv) * head_dim], or (2 H + 2 Hkv) if it is gated
     output: Array  # [H * head_dim, D]
     qkv_bias: Array | None = None
     output_bias: Array | None = None

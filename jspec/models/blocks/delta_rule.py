@@ -36,6 +36,7 @@ class DeltaRule(Mixer):
 
     title = "the gated delta rule"
     window = None
+    rope = None
 
     @property
     def sections(self) -> tuple[int, int, int, int]:

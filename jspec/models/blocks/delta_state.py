@@ -68,17 +68,18 @@ class DeltaState(Entry):
 
     def append(self, new: DeltaNodes, commit: Commit) -> Self:
         """See ``Entry``; the state is read once and written once."""
-        is_committed = (jnp.arange(commit.path.shape[1]) < commit.count[:, None])[:, None, :, None]
+        count = jnp.broadcast_to(commit.count, len(commit.path))[:, None]
+        is_committed = (jnp.arange(commit.path.shape[1]) < count)[:, None, :, None]
         at = commit.path[:, None, :, None]
 
         def along(x: Array) -> Array:
             """Return the values [B, H, R, ...] of the path's nodes, 0 where not committed."""
             return jnp.where(is_committed, jnp.take_along_axis(x, at, NODE_AXIS), 0)
 
-        grown = commit.count[:, None, None, None] > 0
+        grown = count[:, :, None, None] > 0
         keys, updates = along(new.keys), along(new.updates)
         state = carried(self.state, keys, updates, along(new.decays[..., None])[..., 0])
-        steps = (commit.count[:, None] + np.arange(self.inputs.shape[2]))[:, None, :, None]
+        steps = (count + np.arange(self.inputs.shape[2]))[:, None, :, None]
         rows = jnp.concatenate([self.inputs, along(new.inputs)], NODE_AXIS)
         inputs = jnp.take_along_axis(rows, steps, NODE_AXIS)
         return self.replace(
