@@ -48,6 +48,7 @@ _MORE = (
     "engine/test_programs.py",
     "engine/test_replicas.py",
     "engine/test_updates.py",
+    "families",
     "grammar/test_bounds.py",
     "grammar/test_followed.py",
     "grammar/test_formats.py",

@@ -1,0 +1,8 @@
+"""The prompts of all comparisons; they load neither torch nor JAX."""
+
+import numpy as np
+
+from tests.families import table
+
+_rng = np.random.default_rng(0)
+PROMPTS = [_rng.integers(0, table.SIZES["vocab_size"], length).tolist() for length in (13, 3)]

@@ -1,0 +1,199 @@
+"""The families that load: checkpoints, heads, and the tiny models that the tests compare.
+
+``python -m tests.families.docs_table`` prints the table of docs/compatibility.md.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+TRAINED = 32  # trained length of rotary scalings: longer than the prompts, shorter than the texts
+
+# Sizes of the tiny models, under the keys of config.json.
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A family of ``jspec.checkpoints.families``.
+
+    Attributes:
+      checkpoints: public ones, for the documentation.
+      heads: heads for them, for the documentation.
+      features: features of the network, for the documentation.
+      cases: tiny models to compare with transformers: names, and keys of config.json beside
+        ``SIZES``. The first also runs through the engine. None of them for a family that
+        transformers lacks.
+      compared: for the documentation, if there are no cases.
+    """
+
+    checkpoints: str
+    heads: str
+    features: str
+    cases: Mapping[str, dict[str, Any]]
+    compared: str = ""
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    """Return keys of config.json for a rotary scaling."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
+
+
+_LONGROPE = {
+    "short_factor": [1.0 + 0.05 * j for j in range(8)],
+    "long_factor": [2.0 + 0.3 * j for j in range(8)],
+    "original_max_position_embeddings": TRAINED,
+}
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": TRAINED}
+_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "num_hidden_layers": 3,
+}
+_SOFTMAX = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+}
+
+ROWS = {
+    "llama": Row(
+        checkpoints="Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2",
+        heads="EAGLE, EAGLE-3, Medusa, Hydra, MLP speculators, DFlash",
+        features="every rotary scaling; biases",
+        cases={
+            "llama": _rope("llama3", **_LLAMA3),
+            "llama-plain": {"num_key_value_heads": 4},
+            "llama-linear-biases-tied": _rope("linear", factor=3.0)
+            | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "llama-dynamic": _rope("dynamic", factor=2.5) | {"max_position_embeddings": TRAINED},
+            "llama-yarn": _rope("yarn", **_YARN, beta_fast=16.0, beta_slow=0.5, truncate=False)
+            | {"num_key_value_heads": 1},
+            "llama-longrope": _rope("longrope", **_LONGROPE),
+        },
+    ),
+    "mistral": Row(
+        checkpoints="Mistral 7B, Mistral Nemo, Mistral Small",
+        heads="EAGLE, EAGLE-3",
+        features="a window, whose pages are freed",
+        cases={"mistral": {"sliding_window": 6, "head_dim": 32}},
+    ),
+    "qwen2": Row(
+        checkpoints="Qwen2, Qwen2.5, QwQ",
+        heads="EAGLE, EAGLE-3",
+        features="windows by layer",
+        cases={
+            "qwen2": _rope("yarn", **_YARN, mscale=1.0, mscale_all_dim=0.7)
+            | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+            | {"tie_word_embeddings": True},
+        },
+    ),
+    "qwen3": Row(
+        checkpoints="Qwen3 0.6B to 32B",
+        heads="EAGLE-3, P-EAGLE, DFlash, DSpark",
+        features="norms of query and key heads",
+        cases={
+            "qwen3": {
+                "head_dim": 32,
+                "tie_word_embeddings": True,
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        },
+    ),
+    "mimo": Row(
+        checkpoints="MiMo-7B",
+        heads="MTP in its files",
+        features="Qwen2 with modules for later tokens",
+        cases={},
+        compared="equal to `qwen2`",
+    ),
+    "deepseek_v3": Row(
+        checkpoints="DeepSeek-V3, R1",
+        heads="MTP in its files",
+        features="latent attention, whose cache stays latent; experts in groups",
+        cases={
+            "deepseek_v3": _EXPERTS
+            | _rope("yarn", factor=8.0, original_max_position_embeddings=TRAINED, mscale=1.0)
+            | {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
+            | {"v_head_dim": 10, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}
+            | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1},
+        },
+    ),
+    "glm4_moe": Row(
+        checkpoints="GLM-4.5, GLM-4.5-Air",
+        heads="MTP in its files",
+        features="partial rotation; experts",
+        cases={
+            "glm4_moe": _EXPERTS
+            | {"n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True}
+            | {"first_k_dense_replace": 0},
+        },
+    ),
+    "qwen3_moe": Row(
+        checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        heads="EAGLE-3, DFlash",
+        features="softmax experts; plain MLPs in some layers",
+        cases={
+            "qwen3_moe": _SOFTMAX | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        },
+    ),
+    "qwen2_moe": Row(
+        checkpoints="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        heads="",
+        features="softmax experts; a gated shared expert",
+        cases={
+            "qwen2_moe": _SOFTMAX
+            | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+        },
+    ),
+    "mixtral": Row(
+        checkpoints="Mixtral 8x7B, 8x22B",
+        heads="EAGLE",
+        features="softmax experts",
+        cases={"mixtral": {"num_local_experts": 4}},
+    ),
+    "olmoe": Row(
+        checkpoints="OLMoE-1B-7B",
+        heads="",
+        features="softmax experts; norms of queries and keys over all heads",
+        cases={"olmoe": _SOFTMAX | {"num_hidden_layers": 2}},
+    ),
+    "phimoe": Row(
+        checkpoints="Phi-3.5-MoE",
+        heads="",
+        features="sparsemixer experts; norms that subtract the mean; biases",
+        cases={"phimoe": {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}},
+    ),
+    "minimax_m2": Row(
+        checkpoints="MiniMax-M2, M2.1",
+        heads="EAGLE-3",
+        features="sigmoid experts with a bias; norms over all heads; partial rotation",
+        cases={"minimax_m2": {"num_local_experts": 8, "rotary_dim": 8}},
+    ),
+}
+CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
+ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)
