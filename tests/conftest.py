@@ -40,6 +40,8 @@ _MORE = (
     "benchmarks",
     "drafters",
     "checkpoints/test_parts.py",
+    "checkpoints/test_quantization.py",
+    "core/test_quantized.py",
     "engine/test_budget.py",
     "engine/test_captured.py",
     "engine/test_entries.py",

@@ -95,7 +95,7 @@ class Outline:
         whole = settings.config_of(self.model.config)
         rules = partition.rules(whole, mesh_lib.size_of(mesh))
         placements = partition.placements(rules, mesh)
-        loaded = loading.load(settings.model, settings.dtype, placements)
+        loaded = loading.load(settings.model, settings.dtype, placements, settings.quantization)
         if loaded is settings.model:
             loaded = loaded.with_params(partition.placed(loaded.params, rules, mesh))
         split = partition.split(settings.config_of(loaded.config), mesh_lib.size_of(mesh))
@@ -121,6 +121,7 @@ class _Settings:
     mesh: Mesh | None
     expert_parallel: bool
     draft_size: int  # devices that share the drafter's weights
+    quantization: str | None = None  # "int8", ..., for the target
 
     def config_of(self, config: DecoderConfig) -> DecoderConfig:
         """Return the config of the target, whole."""
@@ -154,6 +155,7 @@ def outline(
     backends: Backends = Backends(),  # noqa: B008 (frozen)
     mesh: Mesh | None = None,
     expert_parallel: bool = False,
+    quantization: str | None = None,
 ) -> Outline:
     """Return a target with its drafter before weights are loaded: a config.json is enough.
 
@@ -164,7 +166,7 @@ def outline(
     tokenizer = _tokenizer(tokenizer)
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
-    target = loading.outline(model, dtype)
+    target = loading.outline(model, dtype, quantization)
     max_model_len = _length_limit(max_model_len, target.config.max_positions)
     draft_dtype = dtype
     if isinstance(model, LoadedModel) and dtype in (None, "auto"):
@@ -180,9 +182,12 @@ def outline(
         mesh=mesh,
         expert_parallel=expert_parallel,
         draft_size=1 if mesh is None else speculative.draft_tensor_parallel_size,
+        quantization=quantization,
     )
     # Raises if it cannot be split so.
-    partition.split(settings.config_of(target.config), mesh_lib.size_of(mesh))
+    whole, ways = settings.config_of(target.config), mesh_lib.size_of(mesh)
+    partition.split(whole, ways)
+    partition.check_groups(target.params, partition.rules(whole, ways), mesh)
     part = _open(speculative, target.config, settings)
     drafted, shapes = _load(part, target, settings, _outlined)
     plan = _plan(drafted, target.config, deterministic, backends)
@@ -307,17 +312,20 @@ def _load(
     if not part.speculative.needs_model:
         return part, None
     placements = settings.placements_of(part.network)
-    draft = load(part.speculative.model, settings.draft_dtype, placements)
+    speculative = part.speculative
+    draft = load(speculative.model, settings.draft_dtype, placements, speculative.quantization)
     weights = draft.params
     if part.vocabulary:
         weights = part.vocabulary.translating(weights, target.config.vocab_size)
     return dataclasses.replace(part, network=draft.config), weights
 
 
-def _outlined(model: Any, dtype: str | None, placements: Placements | None) -> LoadedModel:
+def _outlined(
+    model: Any, dtype: str | None, placements: Placements | None, quantization: str | None
+) -> LoadedModel:
     """Return ``loading.outline``."""
     del placements
-    return loading.outline(model, dtype)
+    return loading.outline(model, dtype, quantization)
 
 
 def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:

@@ -48,6 +48,9 @@ class EngineArgs:
     dtype: str | None = argument(
         None, "auto, float32, bfloat16 or float16.", kind=str, default="auto"
     )
+    quantization: str | None = argument(
+        None, "int8, fp8 or int4: matrices are quantised as they are read.", kind=str | None
+    )
     max_model_len: int | None = argument(None, "Longest text, prompt included.")
     seed: int = argument(0, "Seed of requests without one.", check=_SEED)
     max_num_seqs: int | None = argument(

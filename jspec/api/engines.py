@@ -49,6 +49,7 @@ def load(
             ),
             mesh=meshes[0] if args.tensor_parallel_size > 1 else None,
             expert_parallel=args.enable_expert_parallel,
+            quantization=args.quantization,
             check=functools.partial(_check, args, speculative, channel, max_num_seqs),
         )
     return build, _replicas_of(args, build, meshes, channel, max_num_seqs)

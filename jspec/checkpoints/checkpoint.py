@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Sharding
 
@@ -29,6 +28,7 @@ from jspec.checkpoints.families.names import (
 )
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
+from jspec.checkpoints.quantised import on_the_fly
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.sharding.placement import Placement, as_placement
 from jspec.util import staging
@@ -50,17 +50,21 @@ def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
     return model_files.with_precision(config, dtype), raw
 
 
-def outline(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
+def outline(
+    path: PathLike, dtype: Any = None, quantization: str | None = None
+) -> tuple[DecoderConfig, DecoderParams, dict]:
     """Return ``load_pretrained`` with shapes and dtypes for weights, which need not be there.
 
     ``path`` may be that of a config.json too.
     """
+    scheme = on_the_fly.scheme_of(quantization)
     source, raw = _raw_config(path)
     config = _read_config(source, raw)
     dtype = dtype or model_files.stated_dtype(raw) or _stored_dtype(source.parent)
     dtype = model_files.known_dtype(dtype)
     entries = families.find(raw).table(config)
-    shapes = [jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)) for entry in entries]
+    on_the_fly.check(entries, scheme)
+    shapes = [on_the_fly.outlined(entry, dtype, scheme) for entry in entries]
     return model_files.with_precision(config, dtype), assemble(config, entries, shapes), raw
 
 
@@ -93,7 +97,10 @@ def _gguf_config(file: Path) -> dict:
 
 
 def load_pretrained(
-    path: PathLike, dtype: Any = None, sharding: Shardings | None = None
+    path: PathLike,
+    dtype: Any = None,
+    sharding: Shardings | None = None,
+    quantization: str | None = None,
 ) -> tuple[DecoderConfig, DecoderParams, dict]:
     """Load a checkpoint: the decoder's configuration, its weights, and the raw config.json.
 
@@ -103,10 +110,12 @@ def load_pretrained(
       sharding: returns the sharding of each array, or its ``Placement``, by its path in the params,
         such as ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are
         read, and converted one at a time. None for all on one device.
+      quantization: "int8", "fp8" or "int4", of the matrices of layers; None for none.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
     """
+    scheme = on_the_fly.scheme_of(quantization)
     file = gguf_files.find(path)
     directory = file or model_files.locate_weights(path)
     source, raw = _raw_config(directory)
@@ -123,9 +132,13 @@ def load_pretrained(
     model_files.check_fit(directory, entries, tensors, ignored, wrong)
     stored = tensors[EMBEDDING].dtype
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
+    on_the_fly.check(entries, scheme)
     placements = [sharding and as_placement(sharding(entry.path)) for entry in entries]
     pairs = zip(entries, placements, strict=True)
-    arrays = [entry.read(tensors, dtype, placement) for entry, placement in pairs]
+    arrays = [
+        on_the_fly.quantised(entry, entry.read(tensors, dtype, placement), scheme, placement)
+        for entry, placement in pairs
+    ]
     return model_files.with_precision(config, dtype), assemble(config, entries, arrays), raw
 
 

@@ -95,6 +95,7 @@ def load(
     model: str | os.PathLike | LoadedModel,
     dtype: str | None = None,
     sharding: checkpoint.Shardings | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint in the Hugging Face layout; return a loaded model as it is.
 
@@ -102,14 +103,25 @@ def load(
       model: a local directory or a hub id.
       dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
       sharding: as of ``checkpoint.load_pretrained``.
+      quantization: "int8", "fp8" or "int4", of the matrices of layers (docs/compatibility.md).
 
     Raises:
       ValueError: it cannot be read.
     """
     if isinstance(model, LoadedModel):
+        _check_loaded(quantization)
         return model
     checkpoint.eos_token_ids(_path(model))  # raises before the weights are read, which takes long
-    return LoadedModel(model, *checkpoint.load_pretrained(model, _chosen(dtype), sharding))
+    dtype = _chosen(dtype)
+    return LoadedModel(model, *checkpoint.load_pretrained(model, dtype, sharding, quantization))
+
+
+def _check_loaded(quantization: str | None) -> None:
+    if quantization is not None:
+        raise ValueError(
+            f"quantization={shown(quantization)} is for models that are not loaded; give it to "
+            "jspec.load."
+        )
 
 
 def check_files(model: str | os.PathLike | LoadedModel) -> None:
@@ -118,11 +130,16 @@ def check_files(model: str | os.PathLike | LoadedModel) -> None:
         model_files.check_complete(Path(model))
 
 
-def outline(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
+def outline(
+    model: str | os.PathLike | LoadedModel,
+    dtype: str | None = None,
+    quantization: str | None = None,
+) -> LoadedModel:
     """Return ``load`` with shapes and dtypes for weights, from a config.json alone."""
     if isinstance(model, LoadedModel):
+        _check_loaded(quantization)
         return model
-    return LoadedModel(model, *checkpoint.outline(_path(model), _chosen(dtype)))
+    return LoadedModel(model, *checkpoint.outline(_path(model), _chosen(dtype), quantization))
 
 
 def _chosen(dtype: Any) -> Any:

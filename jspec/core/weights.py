@@ -5,6 +5,7 @@ defines ``shape``, ``dtype`` and ``array``, and its own products where these are
 """
 
 import abc
+import math
 from typing import Any
 
 import jax
@@ -44,28 +45,33 @@ class Weight(abc.ABC):
         """See ``look_up``."""
         return look_up(self.array(), ids)
 
+    def stored_as(self) -> "Array | Weight":
+        """Return the weight with its inputs before its outputs, as devices divide it."""
+        return self
+
     def matrix(self, index: Array) -> "Array | Weight":
         """Return a matrix of a stack, whose arrays all have the stack on axis 0."""
         return jax.tree.map(lambda x: x[index], self)
 
-    def columns_from(self, first: int, parts: int) -> "Array | Weight":
+    def columns_from(self, first: int, parts: int, axis: int) -> "Array | Weight":
         """See ``columns_from``."""
-        return columns_from(self.array(), first, parts)
+        return columns_from(self.array(), first, parts, axis)
 
 
 @struct.dataclass
 class Transposed(Weight):
-    """A weight [I, O] that is stored as [O, I].
+    """A weight [..., I, O] that is stored as [..., O, I], an array or a weight.
 
     XLA's CPU backend reads it up to twice as fast so, in bfloat16.
     """
 
-    stored: Array  # [O, I]
+    stored: Array | Weight  # [..., O, I]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(I, O)."""
-        return self.stored.shape[::-1]
+    def shape(self) -> tuple[int, ...]:
+        """See ``Weight``."""
+        *stack, outputs, inputs = self.stored.shape
+        return *stack, inputs, outputs
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -74,21 +80,29 @@ class Transposed(Weight):
 
     def array(self) -> Array:
         """See ``Weight``."""
-        return self.stored.T
+        return as_array(self.stored).swapaxes(-1, -2)
 
     def linear(self, x: Array, *, transposed: bool) -> Array:
         """See ``linear``."""
         return linear(x, self.stored, transposed=not transposed)
 
-    def columns_from(self, first: int, parts: int) -> "Transposed":
+    def stored_as(self) -> Array | Weight:
+        """See ``Weight``."""
+        return self.stored.swapped() if isinstance(self.stored, Weight) else self.array()
+
+    def columns_from(self, first: int, parts: int, axis: int) -> "Transposed":
         """See ``columns_from``."""
-        apart = self.stored.reshape(parts, -1, self.stored.shape[1])
-        return Transposed(apart[:, first:].reshape(-1, self.stored.shape[1]))
+        return Transposed(columns_from(self.stored, first, parts, 1 - axis))
 
 
 def as_array(weight: Array | Weight) -> Array:
     """Return a weight as a plain array."""
     return weight.array() if isinstance(weight, Weight) else weight
+
+
+def as_stored(weight: Array | Weight) -> Array | Weight:
+    """Return a weight with its inputs before its outputs, as devices divide it."""
+    return weight.stored_as() if isinstance(weight, Weight) else weight
 
 
 def as_arrays(params: Any) -> Any:
@@ -101,14 +115,33 @@ def matrix_of(stack: Array | Weight, index: Array) -> Array | Weight:
     return stack.matrix(index) if isinstance(stack, Weight) else stack[index]
 
 
-def columns_from(weight: Array | Weight, first: int, parts: int = 1) -> Array | Weight:
+def columns_from(
+    weight: Array | Weight, first: int, parts: int = 1, axis: int = 1
+) -> Array | Weight:
     """Return the output columns of a weight [I, O] from column ``first`` of each of its parts on.
 
-    The O columns are in so many parts; the result is [I, O - parts * first].
+    The O columns are in so many parts; the result is [I, O - parts * first]. With ``axis`` 0, rows.
     """
     if isinstance(weight, Weight):
-        return weight.columns_from(first, parts)
+        return weight.columns_from(first, parts, axis)
+    if axis == 0:
+        return weight.reshape(parts, -1, weight.shape[1])[:, first:].reshape(-1, weight.shape[1])
     return weight.reshape(len(weight), parts, -1)[:, :, first:].reshape(len(weight), -1)
+
+
+def size_of(array: Any) -> int:
+    """Return the bytes of an array, or of its shape; values may take half a byte."""
+    dtype = array.dtype
+    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else None
+    kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else kind
+    bits = kind(dtype).bits if kind else 8 * dtype.itemsize
+    return math.prod(array.shape) * bits // 8
+
+
+def weights_of(params: Any) -> list[Any]:
+    """Return the weights of a pytree, arrays and others, or their shapes."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Weight))
+    return [leaf for leaf in leaves if hasattr(leaf, "dtype")]
 
 
 def linear(x: Array, w: Array | Weight, *, transposed: bool = False) -> Array:

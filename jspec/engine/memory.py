@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jspec import sharding
 from jspec.core.types import Params
+from jspec.core.weights import size_of, weights_of
 from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages, without_prefix
 from jspec.engine.plan import Plan
 from jspec.util.messages import shown
@@ -79,14 +80,15 @@ def this_device(held: Any = (), sharing: int = 1) -> Device:
 def bytes_of(tree: Any) -> int:
     """Return the bytes of the arrays of a pytree, or of their shapes."""
     leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(map(size_of, leaves))
 
 
 def bytes_on_each(params: Any) -> int:
     """Return the bytes that the arrays of a pytree take on each of their devices."""
     leaves = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+        size_of(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))
+        for leaf in leaves
     )
 
 
@@ -95,7 +97,8 @@ def dtype_of_pages(params: Params) -> jnp.dtype | None:
 
     A CPU computes in float32, but its pages are bfloat16 if most of the target's weights are.
     """
-    largest = max(jax.tree.leaves(params.target), key=lambda leaf: leaf.size, default=None)
+    weights = weights_of(params.target)
+    largest = max(weights, key=lambda weight: math.prod(weight.shape), default=None)
     is_narrow = largest is not None and largest.dtype == jnp.bfloat16
     return jnp.dtype(jnp.bfloat16) if is_narrow else None
 

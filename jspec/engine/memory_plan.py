@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jspec.core import kv_cache
 from jspec.core.types import Params
+from jspec.core.weights import size_of, weights_of
 from jspec.engine import chunks, slots
 from jspec.engine.memory import Device, bytes_of, dtype_of_pages
 from jspec.engine.pages import PAGE_SIZE, allocate, reads_pages, shapes_of
@@ -195,7 +196,7 @@ def _num_pages(
 def _split(tree: Any, share: int) -> int:
     """Return the bytes of weights on each of ``share`` devices."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
-    sizes = [(leaf.size * leaf.dtype.itemsize, leaf.ndim) for leaf in leaves]
+    sizes = [(size_of(leaf), leaf.ndim) for leaf in leaves]
     return sum(-(-size // share) if ndim > 1 else size for size, ndim in sizes)
 
 
@@ -213,7 +214,7 @@ def _divided(plan: Plan, params: Params, share: int) -> int:
     rules, total = partition.rules(plan.target.config, share), 0
     for keys, leaf in jax.tree.leaves_with_path(params.target, is_leaf=partition.is_array):
         spec, order = rules.get(partition.path_of(keys), partition.Rule())
-        size = leaf.dtype.itemsize * math.prod(leaf.shape)
+        size = sum(map(size_of, jax.tree.leaves(leaf)))
         if order is not None:
             size = size // leaf.shape[len(spec) - 1] * len(order)
         total += size // share if spec else size
@@ -254,13 +255,12 @@ def _workspace(
     logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)
     row = bytes_of(state) - caches + logits
     vocabulary = plan.target.vocab_size
-    widths = (size for leaf in jax.tree.leaves(params.target) for size in leaf.shape[-2:])
+    widths = (size for weight in weights_of(params.target) for size in weight.shape[-2:])
     width = max((each for each in widths if each != vocabulary), default=0)
     tokens = max(max_num_seqs * nodes, chunks.TOTALS[-1])
     return caches, max_num_seqs * row + _LIVE * 4 * tokens * width
 
 
 def _largest(tree: Any) -> Any:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     empty = jax.ShapeDtypeStruct((), jnp.float32)
-    return max(leaves, key=lambda leaf: leaf.size, default=empty)
+    return max(weights_of(tree), key=lambda weight: math.prod(weight.shape), default=empty)

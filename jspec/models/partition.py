@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jspec.core.weights import Transposed
+from jspec.core.weights import Weight, as_stored
 from jspec.models import layouts
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.tensors import Tensor
@@ -175,9 +175,32 @@ def placed(params: Any, rules: Mapping[Path, Rule], mesh: Mesh | None) -> Any:
         return params
 
     def put(keys: tuple[Any, ...], leaf: Any) -> jax.Array:
-        return placement(path_of(keys)).put(leaf.array() if isinstance(leaf, Transposed) else leaf)
+        return put_at(placement(path_of(keys)), leaf)
 
     return jax.tree_util.tree_map_with_path(put, params, is_leaf=is_array)
+
+
+def put_at(placement: Placement, weight: Any) -> Any:
+    """Return a whole weight at its placement, its groups with the values.
+
+    Raises:
+      ValueError: a group would belong to two devices.
+    """
+    weight = as_stored(weight)
+    if not isinstance(weight, Weight):
+        return placement.put(weight)
+    rank = len(weight.shape)
+    return jax.tree.map(lambda x: placement.of_part(x.shape, rank).put(x), weight)
+
+
+def check_groups(params: Any, rules: Mapping[Path, Rule], mesh: Mesh | None) -> None:
+    """Raise ValueError if devices cannot divide quantised weights, of which shapes suffice."""
+    if mesh is None:
+        return
+    placement = placements(rules, mesh)
+    for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=is_array):
+        for part in jax.tree.leaves(as_stored(leaf)) if isinstance(leaf, Weight) else ():
+            placement(path_of(keys)).of_part(part.shape, len(leaf.shape))
 
 
 def path_of(keys: tuple[Any, ...]) -> Path:
@@ -187,7 +210,7 @@ def path_of(keys: tuple[Any, ...]) -> Path:
 
 def is_array(leaf: Any) -> bool:
     """Return whether rules are those of a node of weights, though it has a pytree below."""
-    return isinstance(leaf, Transposed)
+    return isinstance(leaf, Weight)
 
 
 def _tensors(config: DecoderConfig) -> Iterator[tuple[Path, Tensor]]:

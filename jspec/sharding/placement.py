@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jspec.sharding import TENSOR
 
@@ -35,6 +35,29 @@ class Placement:
                 whole = np.take(whole, self.order, list(self.sharding.spec).index(TENSOR))
             x = jax.make_array_from_callback(whole.shape, self.sharding, whole.__getitem__)
         return self.laid(x)
+
+    def of_part(self, shape: tuple[int, ...], rank: int) -> "Placement":
+        """Return the placement of an array that belongs to one of ``rank`` axes, as its factors do.
+
+        Its axes are those of the other, in other sizes. An axis of one entry is not divided, and
+        neither is an array of other rank.
+
+        Raises:
+          ValueError: devices cannot divide it.
+        """
+        if not isinstance(self.sharding, NamedSharding):
+            return Placement(self.sharding)
+        spec = (*self.sharding.spec, *[None] * (len(shape) - len(self.sharding.spec)))
+        divided = [at for at, name in enumerate(spec) if name is not None]
+        if len(shape) != rank or any(shape[at] == 1 for at in divided):
+            return Placement(NamedSharding(self.sharding.mesh, PartitionSpec()))
+        ways = self.sharding.mesh.shape[TENSOR]
+        if self.order is None and any(shape[at] % ways for at in divided):
+            raise ValueError(
+                f"{ways} devices cannot divide the {shape[divided[0]]} groups of a quantised "
+                "weight; use fewer devices, or weights that are not quantised."
+            )
+        return Placement(self.sharding, self.order)
 
     def laid(self, x: jax.Array) -> jax.Array:
         """Return an array of these devices in the layout."""

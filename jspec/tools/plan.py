@@ -7,6 +7,7 @@ Communication, launches, sampling and a second reading by the drafter come on to
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 
 from jspec.api import build, config
 from jspec.core.types import Params
+from jspec.core.weights import weights_of
 from jspec.drafters.none import NoDrafter
 from jspec.engine.functional import MAX_NUM_SEQS
 from jspec.engine.memory import Device, bytes_of
@@ -117,6 +119,7 @@ def plan(
     *,
     speculative_config: Any = None,
     dtype: str | None = None,
+    quantization: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     context: int | None = None,
@@ -133,6 +136,7 @@ def plan(
       device: kind and number of chips, such as "v5e-8"; those of an engine share the model.
       speculative_config: as for ``LLM``.
       dtype: as for ``LLM``.
+      quantization: as for ``LLM``.
       max_model_len: as for ``LLM``.
       max_num_seqs: as for ``LLM``.
       context: tokens of each sequence, for the limit; None for 2048 or ``max_model_len``.
@@ -146,18 +150,17 @@ def plan(
     kind, count = chips.parse(device)
     chip, speculative = CHIPS[kind], _read(speculative_config)
     num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
-    outline = build.outline(model, speculative, dtype=dtype, max_model_len=max_model_len)
+    sizes = dict(dtype=dtype, quantization=quantization, max_model_len=max_model_len)
+    outline = build.outline(model, speculative, **sizes)
     context = min(_CONTEXT, outline.max_model_len) if context is None else context
     depth, ways = outline.plan.drafter.max_depth, _share(count * chip.devices, data_parallel_size)
     _check(num_seqs, context, outline.max_model_len, acceptance_length, depth)
     speculative.check_tensor_parallel(ways)
     check_heads(outline.model.config, ways)
-    share = chip.share if memory_share is None else memory_share
-    each = int(share * chip.memory * 2**30 / chip.devices)
     planned = functools.partial(
         plan_memory,
         settings={},
-        device=Device(each, each),
+        device=_device(chip, memory_share),
         max_num_seqs=num_seqs,
         max_model_len=outline.max_model_len,
         longest=max_model_len,
@@ -165,8 +168,7 @@ def plan(
         draft_tensor_parallel_size=speculative.draft_tensor_parallel_size,
     )
     memory = planned(outline.plan, outline.params)
-    plain = Plan(outline.plan.target, NoDrafter())
-    alone = planned(plain, Params(outline.params.target, None))
+    alone = planned(Plan(outline.plan.target, NoDrafter()), Params(outline.params.target, None))
     limits = _limits(
         outline,
         chip,
@@ -187,6 +189,12 @@ def plan(
         limits=tuple(each.times(data_parallel_size) for each in limits),
         data_parallel_size=data_parallel_size,
     )
+
+
+def _device(chip: Chip, share: float | None) -> Device:
+    """Return the memory of one device of a chip; ``share`` is that of JAX, None for the default."""
+    size = int((chip.share if share is None else share) * chip.memory * 2**30 / chip.devices)
+    return Device(size, size)
 
 
 def _read(speculative_config: Any) -> config.SpeculativeConfig:
@@ -261,7 +269,8 @@ def limit(
     windows = [min(context, window or context) / context for window in sizes.windows]
     live = rows * context * memory.token * sum(windows) / len(windows)
     size = weights + memory.drafter + live
-    products = 2 * weights / target.embedding.dtype.itemsize * rows * nodes
+    numbers = sum(math.prod(weight.shape) for weight in weights_of(target))
+    products = 2 * numbers * weights / bytes_of(target) * rows * nodes
     seconds = chip.devices * max(size / (chip.bandwidth * 1e9), products / (chip.peak * 1e12))
     return Limit(name, acceptance_length, size, seconds, rows * acceptance_length / seconds)
 

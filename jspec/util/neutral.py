@@ -23,10 +23,6 @@ _EMPTY = (None, False, [], {}, (), "")
 # Arguments of ``LLM``.
 ENGINE: Table = {
     "trust_remote_code": ((None, True, False), "it is True or False; no code of files runs"),
-    "quantization": (
-        _NONE,
-        "checkpoints in float32, bfloat16 and float16 are, and GGUF files, which are read in these",
-    ),
     "enforce_eager": ((None, True, False), "it is True or False, without an effect"),
     "load_format": ((None, "auto", "safetensors", "gguf"), "the files decide how they are read"),
     "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),

@@ -65,7 +65,7 @@ def complaint(monkeypatch, capsys, *arguments):
         (["--max-model-length", "5"], "no --max-model-length; did you mean 'max-model-len'?"),
         (["--tensor-parallel-size", "99"], "tensor_parallel_size=99 needs 99 devices"),
         (["--quantization=awq"], "quantization='awq' is not supported"),
-        (["--quantization", "ascend"], "float32, bfloat16 and float16"),
+        (["--quantization", "ascend"], "use one of 'int8', 'fp8', 'int4'"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported"),
         (["--frobnicate"], "jspec serve has no 'frobnicate'"),
         (["more"], "'more' is no flag"),

@@ -44,6 +44,7 @@ class SpeculativeConfig:
         and for heads in the target's files.
       max_model_len: longest sequence to draft for; None for the draft model's own limit.
       attention_backend: of the drafter's network; None for the device's default.
+      quantization: of the draft model; None for weights as its files have them.
       settings: fields of the method's drafter.
       drafter_class: class of "custom_class"; None for the named methods.
       parallel: whether one pass drafts all tokens of a round; None for the head's own mode.
@@ -58,6 +59,7 @@ class SpeculativeConfig:
     model: Any = None
     max_model_len: int | None = None
     attention_backend: str | None = None
+    quantization: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter_class: type | None = None
     parallel: bool | None = False
@@ -178,6 +180,7 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
         model=values["model"] if "config" in fields else None,
         max_model_len=checking.at_least_one("max_model_len", values["max_model_len"]),
         attention_backend=values["attention_backend"],
+        quantization=values["quantization"],
         settings=settings,
         parallel=parallel,
         draft_tensor_parallel_size=_tensor_parallel(values),
@@ -269,6 +272,8 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
     used = fields | {"method", "draft_tensor_parallel_size", "draft_sample_method", *_RULE_KEYS}
     if "config" in used:
         used |= {"model", "max_model_len", "attention_backend"}
+    if "config" in used and "target" not in used:
+        used |= {"quantization"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):
         used |= {"parallel_drafting"}
     if "num_speculative_tokens" in used:

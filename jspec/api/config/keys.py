@@ -77,6 +77,7 @@ _WORKS = {
     "`tensor_parallel_size`: each has a part of its heads, widths and vocabulary",
     "attention_backend": "form of the drafter's attention: 'xla', 'pallas_gpu', 'pallas_tpu' or "
     "'reference'; the device's default if left out",
+    "quantization": "'int8', 'fp8' or 'int4': matrices of the draft model are quantised",
     "max_model_len": "longest sequence to draft for, within the limits of both models; later "
     "rounds are plain steps",
     "parallel_drafting": "draft all tokens of a round in one pass: for 'draft_model' (PARD; "
@@ -105,7 +106,6 @@ _NOT_BUILT = {
     "draft_load_config": "safetensors are loaded unchanged",
     "index_share_for_mtp_iteration": "no target here has sparse attention",
     "kv_cache_dtype": "the draft model's cache has the dtype of its activations",
-    "quantization": "draft models load in float32, bfloat16 or float16",
     "revision": "the hub's default revision is fetched",
 }
 

@@ -1,0 +1,78 @@
+"""``quantization=`` "int8", "fp8" and "int4": matrices are quantised one by one as they are read.
+
+Embedding, output matrix and routers keep their dtype, and so do vectors.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.checkpoints.families.names import Entry
+from jspec.core.quantized import SCHEMES, Scheme, quantize
+from jspec.core.types import Array
+from jspec.core.weights import Weight, as_array
+from jspec.sharding.placement import Placement
+from jspec.util.messages import did_you_mean, shown
+
+_WHOLE = ("head", "router")  # The last fields of paths that keep their dtype.
+
+
+def scheme_of(name: Any) -> Scheme | None:
+    """Return the scheme of a ``quantization``; None for none.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if name is None:
+        return None
+    if name not in SCHEMES:
+        known = ", ".join(map(repr, SCHEMES))
+        raise ValueError(
+            f"quantization={shown(name)} is not supported; use one of {known}, or leave it out for "
+            f"files that are quantised{did_you_mean(name, SCHEMES) or '.'}"
+        )
+    return SCHEMES[name]
+
+
+def takes(entry: Entry) -> bool:
+    """Return whether the array of an entry is quantised."""
+    return entry.transpose and not entry.float32 and entry.path[-1] not in _WHOLE
+
+
+def check(entries: tuple[Entry, ...], scheme: Scheme | None) -> None:
+    """Raise ValueError if no group of a scheme divides the inputs of a matrix."""
+    for entry in filter(takes, entries if scheme else ()):
+        inputs = entry.shape[-2]
+        if scheme.group(inputs) is None:
+            sizes = " or ".join(map(str, scheme.groups))
+            raise ValueError(
+                f"quantization={scheme.name!r} has groups of {sizes} inputs, which do not divide "
+                f"the {inputs} of {entry.label}; use 'int8' or 'fp8'."
+            )
+
+
+def quantised(
+    entry: Entry, weight: Array | Weight, scheme: Scheme | None, placement: Placement | None = None
+) -> Array | Weight:
+    """Return the weight of an entry as a scheme has it, at its placement."""
+    if scheme is None or not takes(entry):
+        return weight
+    on_cpu = jax.default_backend() == "cpu"
+    made = quantize(as_array(weight), scheme, swapped=on_cpu and placement is None, packed=on_cpu)
+    if placement is not None:
+        rank = len(made.shape)
+        made = jax.tree.map(
+            lambda x: jax.device_put(x, placement.of_part(x.shape, rank).sharding), made
+        )
+    return jax.block_until_ready(made)
+
+
+def outlined(entry: Entry, dtype: np.dtype, scheme: Scheme | None) -> Any:
+    """Return ``quantised`` with shapes for arrays."""
+    shape = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
+    if scheme is None or not takes(entry):
+        return shape
+    packed = jax.default_backend() == "cpu"
+    return jax.eval_shape(functools.partial(quantize, scheme=scheme, packed=packed), shape)
