@@ -194,6 +194,72 @@ ROWS = {
         features="sigmoid experts with a bias; norms over all heads; partial rotation",
         cases={"minimax_m2": {"num_local_experts": 8, "rotary_dim": 8}},
     ),
+    "olmo2": Row(
+        checkpoints="OLMo 2 1B to 32B",
+        heads="",
+        features="norms of outputs; norms of queries and keys over all heads",
+        cases={"olmo2": {"attention_bias": True}},
+    ),
+    "olmo3": Row(
+        checkpoints="Olmo 3 7B, 32B",
+        heads="",
+        features="OLMo 2 with windows; rotary scaling of layers without one",
+        cases={
+            "olmo3": {
+                "sliding_window": 6,
+                "num_hidden_layers": 4,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "rope_theta": 5e4, **_YARN},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+                },
+            },
+        },
+    ),
+    "smollm3": Row(
+        checkpoints="SmolLM3-3B",
+        heads="",
+        features="layers without a rotation",
+        cases={
+            "smollm3": {
+                "no_rope_layer_interval": 2,
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "mlp_bias": True,
+            },
+        },
+    ),
+    "phi3": Row(
+        checkpoints="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        heads="",
+        features="fused tensors; LongRoPE; partial rotation; a window",
+        cases={
+            "phi3": {"sliding_window": 6, "tie_word_embeddings": True},
+            "phi3-longrope": {
+                "original_max_position_embeddings": 128,  # generate starts over behind it
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.75,
+                    "short_factor": _LONGROPE["short_factor"][:6],
+                    "long_factor": _LONGROPE["long_factor"][:6],
+                },
+            },
+        },
+    ),
+    "granite": Row(
+        checkpoints="Granite 3.0 to 3.3",
+        heads="",
+        features="factors on embeddings, scores, residuals and logits",
+        cases={
+            "granite": {
+                "attention_bias": True,
+                "attention_multiplier": 0.3,
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 0.7,
+                "residual_multiplier": 0.22,
+            },
+        },
+    ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
 ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)

@@ -12,12 +12,16 @@ from jspec.checkpoints.families import (
     common,
     deepseek_v3,
     glm4_moe,
+    granite,
     llama,
     mimo,
     minimax_m2,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     olmoe,
+    phi3,
     phimoe,
     qwen2,
     qwen2_moe,
@@ -26,6 +30,7 @@ from jspec.checkpoints.families import (
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from jspec.checkpoints.families.common import Family
 from jspec.models.decoder import DecoderConfig
@@ -36,6 +41,7 @@ _MODULES = (
     *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe),
     *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
     *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
+    *(olmo2, olmo3, smollm3, phi3, granite),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 

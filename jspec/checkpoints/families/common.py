@@ -336,6 +336,31 @@ def every(raw: dict, interval: int) -> tuple[int | None, ...]:
     return sized(raw, layer_types(raw) or default)
 
 
+def ropes(
+    raw: dict, windows: Sequence[int | None], rotary_dim: int, local_theta: str = "rope_theta"
+) -> list[RopeConfig]:
+    """Return the rope of every layer: one for layers without a window, one for those with.
+
+    ``local_theta`` is the old key for the theta of layers with a window.
+    """
+    full, local = (
+        scaling.read(scaling.of_kind(raw, kind, theta), rotary_dim)[0]
+        for kind, theta in ((FULL, "rope_theta"), (SLIDING, local_theta))
+    )
+    return [full if window is None else local for window in windows]
+
+
+def describe_rotated(config: DecoderConfig) -> dict:
+    """Return the keys of attention that rotates a part of each head, or all of it."""
+    mixer = attention_of(config)
+    share = (mixer.rotary_dim or mixer.head_dim) / mixer.head_dim
+    rope = scaling.write(mixer.rope, config.max_positions)["rope_parameters"]
+    return {
+        "partial_rotary_factor": share,
+        "rope_parameters": rope | {"partial_rotary_factor": share},
+    }
+
+
 def describe_kinds(config: DecoderConfig) -> dict:
     """Return the keys of ``sized`` and ``layer_types``; they keep one size for all layers."""
     size = next((size for size in config.windows if size is not None), None)

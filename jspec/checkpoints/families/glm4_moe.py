@@ -1,6 +1,6 @@
 """GLM-4.5: DeepSeek's experts, and attention that rotates half of each head."""
 
-from jspec.checkpoints.families import common, experts, scaling
+from jspec.checkpoints.families import common, experts
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag
 from jspec.models.decoder import DecoderConfig, Layer
 
@@ -17,13 +17,9 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
 
 def _describe(config: DecoderConfig) -> dict:
     mixer = common.attention_of(config)
-    share = (mixer.rotary_dim or mixer.head_dim) / mixer.head_dim
-    rope = scaling.write(mixer.rope, config.max_positions)
-    return {
+    return common.describe_rotated(config) | {
         "attention_bias": mixer.qkv_bias,
         "use_qk_norm": mixer.qk_norm is not None,
-        "partial_rotary_factor": share,
-        "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": share},
         **experts.describe(config),
     }
 
