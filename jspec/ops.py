@@ -61,6 +61,11 @@ def _by_evidence(backend: Backend, *arrays: Array | None) -> bool:
     return is_listed and not backend.refusal("tree_attention", *arrays)
 
 
+def _on_gpu(backend: Backend, *arrays: Array) -> bool:
+    """Return whether a GPU takes such arrays, for a kernel that is better wherever it runs."""
+    return jax.default_backend() == "gpu" and not backend.refusal("grouped_matmul", *arrays)
+
+
 # The back-ends of every operation. The first default for the platform and the arrays runs, or the
 # one that is named. XLA's form of rejection sampling is the walk of a rule (``jspec.verify``).
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -70,6 +75,11 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("xla", "xla_cpu", "cpu", default=lambda _, *arrays: xla_cpu.differs(*arrays)),
         Backend("xla", "xla", default=lambda *_: True),
         Backend("pallas_tpu_interpreted", "pallas_tpu", refuses=True, interpreted=True),
+        Backend("reference", "reference"),
+    ),
+    "grouped_matmul": (
+        Backend("pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu, refuses=True),
+        Backend("xla", "xla", default=lambda *_: True),
         Backend("reference", "reference"),
     ),
     "rejection_sampling": (
@@ -101,6 +111,26 @@ def backends_for(operation: str, name: str | None, *arrays: Array | None) -> lis
         if reason := each.refusal(operation, *arrays):
             raise ValueError(f"implementation={name!r} {reason}; leave it out.")
     return defaults or named
+
+
+def grouped_matmul(
+    x: Array, weights: Array, sizes: Array, *, implementation: str | None = None
+) -> Array:
+    """Return the product of each row with the matrix of its group; see the reference.
+
+    XLA splits no kernel among devices: run this where each device has its own ``weights``.
+
+    Raises:
+      ValueError: ``implementation`` is unknown or does not support these matrices.
+    """
+    chosen = backends_for("grouped_matmul", implementation, x, weights, sizes)
+    forms = {each.platform: each.load("grouped_matmul").grouped_matmul for each in chosen}
+    return _by_platform(forms)(x, weights, sizes)
+
+
+def has_kernel(operation: str, implementation: str | None, *arrays: Array | None) -> bool:
+    """Return whether a kernel runs on some platform; XLA splits none among devices by itself."""
+    return any(each.refuses for each in backends_for(operation, implementation, *arrays))
 
 
 def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
@@ -176,7 +206,7 @@ def attention(
             for each in chosen
         }
     )
-    if any(each.refuses for each in chosen):  # XLA splits no kernel by itself.
+    if any(each.refuses for each in chosen):
         attend = sharding.over_heads(attend, is_split=is_split)
     return attend(
         q,

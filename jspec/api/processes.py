@@ -93,7 +93,7 @@ def making_pools(
 
     def make(params: Params) -> Pool | None:
         ones = np.ones(jax.device_count(), np.float32)
-        jax.block_until_ready(jax.jit(sharding.summed, static_argnums=0)(jnp.sum, (ones,)))
+        jax.block_until_ready(jax.jit(sharding.summed, static_argnums=0)(jnp.sum, ones))
         with channel.together():
             pool = make_pool(params)
         if pool is not None:

@@ -97,17 +97,22 @@ def undivided(x: jax.Array) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*others, None))
 
 
-def summed(function: Callable[..., Any], parts: tuple[Any, ...], *others: Any) -> Any:
+def summed(
+    function: Callable[..., Any],
+    parts: Any,
+    *others: Any,
+    specs: Any = PartitionSpec(TENSOR),  # noqa: B008 (immutable)
+) -> Any:
     """Run ``function`` on every device, and return the sum of the results.
 
-    Its first arguments are the device's own shares of ``parts``, split along axis 0. ``others``
-    are whole.
+    Its first argument is the device's own share of the pytree ``parts``, split by ``specs``: along
+    axis 0, if they are not given. ``others`` are whole.
     """
 
-    def run(parts: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-        return lax.psum(function(*parts, *others), TENSOR)
+    def run(parts: Any, others: tuple[Any, ...]) -> Any:
+        return lax.psum(function(parts, *others), TENSOR)
 
-    specs = PartitionSpec(TENSOR), PartitionSpec()
+    specs = specs, PartitionSpec()
     # The loops of a function begin with arrays that are equal on all devices, and end with others.
     each = jax.shard_map(run, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     return each(parts, others)

@@ -19,6 +19,7 @@ from jspec.engine.budget import Budget
 from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
+from jspec.kernels.grouped_matmul.shapes import CASES as EXPERTS
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
@@ -32,6 +33,7 @@ CHUNK = 256  # tokens of a prefill
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
 PAGES, PAGE_SIZE = BATCH * 17 + 3, 64  # no array but a pool has as many pages
 PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # JAX's names of backends
+EXPERT_KERNELS = {"tpu": "xla", "cuda": "pallas_gpu"}
 PAGED = ("draft_model", "eagle3, drawn tree", "static tree")
 ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
@@ -121,6 +123,9 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
+        for name in EXPERTS:
+            program = functools.partial(grouped_matmul, name, EXPERT_KERNELS[platform])
+            programs_by_name[f"grouped_matmul, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(platform, None).items()}
     paged = {}
     if num_devices == 1:
@@ -193,6 +198,16 @@ def attention(
         )
 
     return jax.jit(attend).trace(*put(arrays))
+
+
+def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:
+    """Trace a case of the kernel tests."""
+    case, shape = EXPERTS[name], jax.ShapeDtypeStruct
+    x = shape((case.rows, case.depth), jnp.bfloat16)
+    weights = shape((case.experts, case.depth, case.columns), jnp.bfloat16)
+    sizes = shape((case.experts,), jnp.int32)
+    multiply = functools.partial(ops.grouped_matmul, implementation=implementation)
+    return jax.jit(multiply).trace(*put((x, weights, sizes), weights=True))
 
 
 def plans(platform: str, implementation: str | None) -> dict[str, Plan]:

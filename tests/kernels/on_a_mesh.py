@@ -12,6 +12,8 @@ import numpy as np
 
 import jspec
 from jspec import ops
+from jspec.models.blocks import experts
+from jspec.models.blocks.experts import Experts
 from jspec.sharding import mesh
 from tests import on_a_mesh
 from tests.kernels.attention import in_pages, random_case
@@ -73,7 +75,26 @@ def texts(devices: int, method: str) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def of_experts() -> float:
+    """Return the largest difference of a mixture whose columns each device multiplies itself."""
+    sizes = Experts(6, 2, 64 * DEVICES, expert_bias=True, matmul="pallas_gpu")
+    params = sizes.init(jax.random.split(jax.random.key(0)), 64, jnp.bfloat16)
+    params = jax.tree.map(lambda x: 20 * (x + 0.01 * jnp.cos(jnp.arange(x.shape[-1]))), params)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    x = jax.random.normal(jax.random.key(1), (9, 64))
+    expected = experts.mixture(params, sizes, x, implementation="blocks")
+    (order,) = (t.parts(DEVICES) for t in sizes.tensors(64) if t.path == ("gate_up",))
+    params = params.replace(
+        gate_up=params.gate_up[..., order], gate_up_bias=params.gate_up_bias[..., order]
+    )
+    mixture = jax.jit(experts.mixture, static_argnums=1)
+    with mesh.on(mesh.make(DEVICES)):
+        result = mixture(params, sizes.split(DEVICES), x)
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
+
+
 def main():
+    print(json.dumps({"experts": of_experts()}))
     for name in CASES:
         for page in (None, 8):
             print(json.dumps({"case": [name, page], **difference(name, page)}))

@@ -24,3 +24,8 @@ def test_texts_with_kernels_on_several_devices_are_those_of_xla_on_one(lines):
     (line,) = [line for line in lines if "one" in line]
     assert line["several"] == line["one"]
     assert all(len(text) == 20 for text in line["one"])
+
+
+def test_a_mixture_on_the_columns_of_each_device_is_that_of_one_device(lines):
+    (line,) = [line for line in lines if "experts" in line]
+    assert line["experts"] < 1e-2

@@ -11,10 +11,9 @@ pairs. The implementations avoid reading unselected experts and copying weights 
 
   * On a CPU, a loop over blocks of a few tokens that share an expert. Each iteration reads one
     expert in place, so an expert is read once per block and unselected experts never.
-  * Elsewhere ``lax.ragged_dot`` over tokens sorted by expert, one instruction on TPUs. On GPUs (and
-    CPUs) XLA multiplies every token with every expert and masks the rest. That costs nothing while
-    a pass selects most experts and reading them dominates, but is slow with hundreds of experts. A
-    loop would cost a GPU more, because each iteration waits for the host.
+  * Elsewhere ``ops.grouped_matmul`` over tokens sorted by expert: one instruction on TPUs, and a
+    kernel on GPUs (kernels/grouped_matmul), because XLA multiplies every token with every expert
+    there. A loop would cost a GPU more, because each iteration waits for the host.
 """
 
 import dataclasses
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jspec import ops, sharding
 from jspec.core.types import Array
@@ -74,6 +74,7 @@ class Experts(FeedForward):
     shared_gate: bool = False  # A sigmoid of one more projection weighs the shared expert.
     names: ExpertNames = ExpertNames()
     activation: str = "silu"  # see ``GatedMlp``
+    matmul: str | None = None  # implementation of ops.grouped_matmul; None for the device's default
 
     title = "experts"
 
@@ -209,6 +210,15 @@ class ExpertsParams:
     shared_gate: Array | None = None  # [D, 1]
 
 
+class _Pairs(NamedTuple):
+    """Tokens, and the pairs of a token and an expert, sorted by expert."""
+
+    x: Array  # [T, D]
+    token: Array  # int32 [P]
+    weight: Array  # [P]
+    sizes: Array  # int32 [E], pairs of each expert; those behind the last pair have none
+
+
 class _Stacks(NamedTuple):
     """The weights of all experts, or of those of a device; as in ``ExpertsParams``."""
 
@@ -216,6 +226,16 @@ class _Stacks(NamedTuple):
     down: Array | Weight
     gate_up_bias: Array | None
     down_bias: Array | None
+
+    def by_columns(self) -> "_Stacks":
+        """Return how devices divide the widths of all experts."""
+        inner, bias = PartitionSpec(None, sharding.TENSOR), self.gate_up_bias is not None
+        return _Stacks(
+            gate_up=PartitionSpec(None, None, sharding.TENSOR),
+            down=inner,
+            gate_up_bias=inner if bias else None,
+            down_bias=PartitionSpec() if bias else None,
+        )
 
 
 def route(params: ExpertsParams, config: Experts, x: Array) -> tuple[Array, Array]:
@@ -294,36 +314,61 @@ def combine(
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
     token, weight = order // config.experts_per_token, weights.reshape(-1)[order]
+    stacks = _Stacks(params.gate_up, params.down, params.gate_up_bias, params.down_bias)
+    pairs = _Pairs(rows, token, weight, sizes)
+    if sharding.num_shards() == 1:
+        return _run(config, implementation, stacks, pairs)
+    if config.expert_parallel:
+        run_here = functools.partial(_with_experts_here, config, implementation)
+        return sharding.summed(run_here, stacks, pairs)
+    # XLA splits the products of stored weights, which no kernel takes.
+    if isinstance(stacks.gate_up, Weight) or not ops.has_kernel(
+        "grouped_matmul", config.matmul, rows, stacks.gate_up, sizes
+    ):
+        return _run(config, implementation, stacks, pairs)
+    run_here = functools.partial(_with_columns_here, config, implementation)
+    return sharding.summed(run_here, stacks, pairs, specs=stacks.by_columns())
+
+
+def _run(config: Experts, implementation: str | None, stacks: _Stacks, pairs: _Pairs) -> Array:
+    """Return the sums over pairs [T, D], by an implementation of ``combine``."""
     forms = {
         name: functools.partial(form, config)
         for name, form in (("blocks", _by_blocks), ("ragged", _ragged))
     }
     if implementation is not None:
-        run = forms[implementation]
-    else:
-        run = functools.partial(
-            lax.platform_dependent, cpu=forms["blocks"], default=forms["ragged"]
-        )
-    stacks = _Stacks(params.gate_up, params.down, params.gate_up_bias, params.down_bias)
-    if config.expert_parallel and sharding.num_shards() > 1:
-        run_here = functools.partial(_of_device, run)
-        return sharding.summed(run_here, stacks, rows, token, weight, sizes)
-    return run(stacks, rows, token, weight, sizes)
+        return forms[implementation](stacks, *pairs)
+    return lax.platform_dependent(stacks, *pairs, cpu=forms["blocks"], default=forms["ragged"])
 
 
-def _of_device(run, gate_up, down, gate_up_bias, down_bias, x, token, weight, sizes) -> Array:
+def _with_columns_here(
+    config: Experts, implementation: str | None, stacks: _Stacks, pairs: _Pairs
+) -> Array:
+    """Run the columns of all experts that this device has; one device adds the last biases."""
+    if stacks.down_bias is not None:
+        is_first = lax.axis_index(sharding.TENSOR) == 0
+        stacks = stacks._replace(down_bias=jnp.where(is_first, stacks.down_bias, 0))
+    return _run(dataclasses.replace(config, column_parts=1), implementation, stacks, pairs)
+
+
+def _with_experts_here(
+    config: Experts, implementation: str | None, stacks: _Stacks, pairs: _Pairs
+) -> Array:
     """Run the experts that this device has; their pairs, which are consecutive, come first."""
-    stacks = _Stacks(gate_up, down, gate_up_bias, down_bias)
-    count = gate_up.shape[0]
+    count = stacks.gate_up.shape[0]
     first = lax.axis_index(sharding.TENSOR) * count
-    before = jnp.where(jnp.arange(len(sizes)) < first, sizes, 0).sum()
-    token, weight = jnp.roll(token, -before), jnp.roll(weight, -before)
-    return run(stacks, x, token, weight, lax.dynamic_slice(sizes, (first,), (count,)))
+    before = jnp.where(jnp.arange(len(pairs.sizes)) < first, pairs.sizes, 0).sum()
+    here = _Pairs(
+        x=pairs.x,
+        token=jnp.roll(pairs.token, -before),
+        weight=jnp.roll(pairs.weight, -before),
+        sizes=lax.dynamic_slice(pairs.sizes, (first,), (count,)),
+    )
+    return _run(config, implementation, stacks, here)
 
 
 def _ragged(config, stacks, x, token, weight, sizes) -> Array:
     """Multiply all (token, expert) pairs, sorted by expert, in two ragged products."""
-    precision = lax.Precision.HIGHEST if stacks.gate_up.dtype == jnp.float32 else None
     rows = x[token]
     if config.weighs_inputs:
         rows, weight = rows * weight[:, None].astype(x.dtype), jnp.ones_like(weight)
@@ -335,13 +380,8 @@ def _ragged(config, stacks, x, token, weight, sizes) -> Array:
         weight = jnp.where(numbers < sizes.sum(), weight, 0)
 
     def ragged(rows: Array, weights: Array, bias: Array | None) -> Array:
-        out = lax.ragged_dot(
-            rows.astype(weights.dtype),
-            as_array(weights),
-            sizes,
-            precision=precision,
-            preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
-        )
+        weights = as_array(weights)
+        out = ops.grouped_matmul(rows, weights, sizes, implementation=config.matmul)
         return out if bias is None else out + bias[expert].astype(out.dtype)
 
     columns = ragged(rows, stacks.gate_up, stacks.gate_up_bias)

@@ -1,0 +1,1 @@
+"""Products of rows with the matrix of their group, as of experts."""

@@ -1,0 +1,167 @@
+"""Grouped matrix product for NVIDIA Hopper GPUs (Pallas on Mosaic GPU).
+
+One warpgroup multiplies up to 64 rows of one group with some columns of its matrix. Matrices arrive
+by TMA, ``stages`` blocks in flight, and products are wgmma. A matrix is read once for every 64 rows
+of its group, and not at all without rows: in decoding, memory is read at the speed of the device.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.kernels.tree_attention.pallas_gpu import wrong_device
+
+Array = jax.Array
+
+TILE_ROWS = 64  # rows of a wgmma
+COLUMN_MULTIPLE, DEPTH_MULTIPLE = 64, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes of the work. Two programs of the default ones share a multiprocessor."""
+
+    columns: int = 128
+    depth: int = 64
+    stages: int = 3  # blocks in shared memory
+
+
+def choose_blocks(depth: int, columns: int) -> Blocks:
+    """Choose sizes for matrices [depth, columns]."""
+    return Blocks(
+        next(size for size in (128, 64) if columns % size == 0),
+        next(size for size in (64, 32, 16) if depth % size == 0),
+    )
+
+
+def refusal(x: Array, weights: Array, sizes: Array) -> str | None:
+    """Return the reason why these arguments are not taken, with the remedy, or None."""
+    del x, sizes
+    _, depth, columns = weights.shape
+    if weights.dtype != jnp.bfloat16:
+        return f"takes matrices in bfloat16, not {weights.dtype}; convert them"
+    if depth % DEPTH_MULTIPLE or columns % COLUMN_MULTIPLE:
+        multiples = f"a multiple of {DEPTH_MULTIPLE} rows and of {COLUMN_MULTIPLE} columns"
+        return f"takes matrices of {multiples}, not {depth} x {columns}; pad them"
+    if jax.default_backend() == "gpu":
+        return wrong_device(jax.devices()[0])
+    return None
+
+
+class Items(NamedTuple):
+    """The work: up to 64 rows of one group each, int32 [I]; those behind the last have no rows."""
+
+    group: Array
+    begin: Array
+    count: Array  # rows
+
+
+def items_of(sizes: Array, rows: int) -> Items:
+    """Return the work of groups with ``sizes`` [E], ``rows`` together at most."""
+    groups = len(sizes)
+    tiles = -(-sizes // TILE_ROWS)
+    item = jnp.arange(min(groups, rows) + rows // TILE_ROWS, dtype=jnp.int32)
+    last_tile, ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
+    group = jnp.minimum((last_tile <= item[:, None]).sum(1), groups - 1)
+    nth = item - (last_tile - tiles)[group]
+    begin = nth * TILE_ROWS
+    count = jnp.clip(sizes[group] - begin, 0, TILE_ROWS)
+    integers = (group, (ends - sizes)[group] + begin, jnp.where(nth < tiles[group], count, 0))
+    return Items(*(x.astype(jnp.int32) for x in integers))
+
+
+# A function of its own in the program is lowered once, not once per layer.
+@functools.partial(jax.jit, static_argnames=("blocks", "interpret"))
+def grouped_matmul(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    *,
+    blocks: Blocks | None = None,
+    interpret: object = None,
+) -> Array:
+    """Multiply as the reference does.
+
+    ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
+    """
+    rows, (_, depth, columns) = len(x), weights.shape
+    blocks = blocks or choose_blocks(depth, columns)
+    items = items_of(sizes, rows)
+    x = jnp.pad(x.astype(weights.dtype), ((0, TILE_ROWS), (0, 0)))
+    options = {} if interpret is None else {"interpret": interpret}
+    out = plgpu.kernel(
+        functools.partial(_kernel, blocks=blocks),
+        out_type=jax.ShapeDtypeStruct((rows, columns), jnp.float32),
+        grid=(len(items.group), columns // blocks.columns),
+        grid_names=("item", "tile"),
+        scratch_types=[
+            _smem(TILE_ROWS, blocks.depth, weights.dtype, blocks),
+            _smem(blocks.depth, blocks.columns, weights.dtype, blocks),
+            plgpu.SMEM((TILE_ROWS, blocks.columns), jnp.float32),
+            plgpu.Barrier(num_barriers=blocks.stages),
+            plgpu.Barrier(num_barriers=blocks.stages),
+        ],
+        **options,
+    )(*items, x, weights)
+    # The kernel leaves rows of no group as they are.
+    return jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), out, 0)
+
+
+def _smem(size: int, width: int, dtype: jnp.dtype, blocks: Blocks) -> plgpu.SMEM:
+    """Shared memory [stages, size, width] for TMA and wgmma, whose operands have one swizzle."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(blocks.depth * itemsize, 128)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    transforms = (tiling, plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM((blocks.stages, size, width), dtype, transforms=transforms)
+
+
+def _kernel(group, begin, count, x, weights, out, x_s, weights_s, out_s, *ready, blocks):
+    """Multiply the rows of one item with some columns of its matrix."""
+    item = lax.axis_index("item")
+    first, rows = begin[item], count[item]
+    columns = pl.ds(lax.axis_index("tile") * blocks.columns, blocks.columns)
+    steps = x.shape[1] // blocks.depth
+
+    def fetch(step):
+        @pl.when(step < steps)
+        def _():
+            stage = lax.rem(step, jnp.int32(blocks.stages))
+            depth = pl.ds(step * blocks.depth, blocks.depth)
+            sources = x.at[pl.ds(first, TILE_ROWS), depth], weights.at[group[item], depth, columns]
+            for source, staged, barrier in zip(sources, (x_s, weights_s), ready, strict=True):
+                plgpu.copy_gmem_to_smem(source, staged.at[stage], barrier.at[stage])
+
+    def product(accumulator):
+        def turn(step, _):
+            stage = lax.rem(step, jnp.int32(blocks.stages))
+            for barrier in ready:
+                plgpu.barrier_wait(barrier.at[stage])
+            plgpu.wgmma(accumulator, x_s.at[stage], weights_s.at[stage])
+            plgpu.wgmma_wait(1)  # The product of the last turn is complete: its stage is free.
+            fetch(step + blocks.stages - 1)
+
+        lax.fori_loop(0, steps, turn, None)
+        return accumulator[...]
+
+    @pl.when(rows > 0)
+    def _():
+        for step in range(blocks.stages - 1):
+            fetch(jnp.int32(step))
+        out_s[...] = pl.run_scoped(product, plgpu.ACC((TILE_ROWS, blocks.columns), jnp.float32))
+        plgpu.commit_smem()
+        for power in range(TILE_ROWS.bit_length()):  # copies have a static number of rows
+
+            @pl.when(rows & (1 << power) != 0)
+            def _(size=1 << power):
+                done = rows & -(2 * size)
+                written = out.at[pl.ds(first + done, size), columns]
+                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(done, size)], written)
+
+        plgpu.wait_smem_to_gmem(0)
