@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
+from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import (
     EMBEDDING,
     HEAD,
@@ -71,19 +72,19 @@ def outline(
 def _stored_dtype(directory: Path) -> Any:
     """Return the dtype of weights; float32 if there are none to read."""
     try:
-        return model_files.open_tensors(directory)[EMBEDDING].dtype
+        return text_part.tensors_of(model_files.open_tensors(directory))[EMBEDDING].dtype
     except (ValueError, KeyError):
         return "float32"
 
 
 def _raw_config(path: PathLike) -> tuple[Path, dict]:
-    """Return the file that describes a model, and the config.json in it."""
+    """Return the file that describes a model, and the config.json in it, of its text part."""
     if str(path).endswith(".json") and os.path.isfile(path):
-        return Path(path), model_files.read_json(Path(path))
+        return Path(path), text_part.config_of(model_files.read_json(Path(path)))
     if file := gguf_files.find(path):
         return file, _gguf_config(file)
     directory = model_files.locate(path)
-    return directory / "config.json", model_files.read_config(directory)
+    return directory / "config.json", text_part.config_of(model_files.read_config(directory))
 
 
 def _gguf_config(file: Path) -> dict:
@@ -121,7 +122,10 @@ def load_pretrained(
     source, raw = _raw_config(directory)
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
-    tensors = _gguf_tensors(file, raw, entries) if file else model_files.open_tensors(directory)
+    if file:
+        tensors = _gguf_tensors(file, raw, entries)
+    else:
+        tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)
     ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
     wrong = ()

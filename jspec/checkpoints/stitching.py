@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints.checkpoint import load_config
+from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import EMBEDDING, HEAD, mtp_prefixes
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import ANY_WEIGHTS, PathLike
@@ -46,8 +47,8 @@ def stitch(
     layout = mtp.natural_layout(sizes)
     mtp.check(config, layout, sizes)
     source = model_files.locate_weights(target)
-    tensors = model_files.open_tensors(source)
-    stale = mtp_prefixes(sizes, raw)  # startswith(()) is False
+    tensors = text_part.tensors_of(model_files.open_tensors(source))
+    stale = mtp_prefixes(sizes, raw)
     extra = {name: tensor for name, tensor in tensors.items() if not name.startswith(stale)}
     dtype = model_files.known_dtype(dtype or tensors[EMBEDDING].dtype)
     pair = (tensors[name] for name in (EMBEDDING, HEAD if HEAD in tensors else EMBEDDING))

@@ -29,9 +29,12 @@ def model(case: str):
     generator = torch.Generator().manual_seed(len(case))
     buffers = [x for name, x in made.named_buffers() if name.endswith(DRAWN_BUFFERS)]
     with torch.no_grad():
+        decays = {id(x) for name, x in made.named_parameters() if name.endswith("A_log")}
         for parameter in [*made.parameters(), *buffers]:
             drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
+            if id(parameter) in decays:
+                parameter.copy_(drawn - 3)  # The states last for tens of tokens.
+            elif parameter.ndim > 1:
                 parameter.copy_(drawn * GAIN / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.add_(0.2 * drawn)

@@ -78,6 +78,22 @@ _SOFTMAX = {
     "num_hidden_layers": 3,
 }
 
+_HYBRID = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+
 ROWS = {
     "llama": Row(
         checkpoints="Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2",
@@ -123,6 +139,28 @@ ROWS = {
                 "layer_types": ["sliding_attention", "full_attention"],
             },
         },
+    ),
+    "qwen3_5_text": Row(
+        checkpoints="Qwen3.5, Qwen3.6; their text part",
+        heads="MTP in its files",
+        features="gated delta rule, short convolution; gated attention, partial rotation",
+        cases={"qwen3_5_text": _HYBRID},
+    ),
+    "qwen3_5_moe_text": Row(
+        checkpoints="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B; their text part",
+        heads="MTP in its files",
+        features="`qwen3_5_text` with experts, of which one is shared and has a gate",
+        cases={
+            "qwen3_5_moe_text": _HYBRID
+            | _SHARED_EXPERT
+            | {"linear_num_key_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        },
+    ),
+    "qwen3_next": Row(
+        checkpoints="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+        heads="MTP in its files",
+        features="`qwen3_5_moe_text` with columns in the order of key heads; plain MLPs by layer",
+        cases={"qwen3_next": _HYBRID | _SHARED_EXPERT | {"mlp_only_layers": [1]}},
     ),
     "mimo": Row(
         checkpoints="MiMo-7B",

@@ -291,7 +291,7 @@ def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
     """Return the prefixes of the names of MTP modules, which a decoder does not read."""
     count = raw.get("num_nextn_predict_layers") or 0
     pairs = [(f"layers.{config.num_layers + k}", f"mtp_layers.{k}") for k in range(count)]
-    return tuple(f"model.{name}." for pair in pairs for name in pair)
+    return ("mtp.", *(f"model.{name}." for pair in pairs for name in pair))
 
 
 def as_stored(entries: tuple[Entry, ...], names: Collection[str]) -> tuple[Entry, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints.families.names import Entry, matrix, nest
+from jspec.checkpoints.families.names import Entry, as_stored, matrix, nest
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import vocabulary
 from jspec.models.decoder import DecoderConfig
@@ -134,7 +134,7 @@ class HeadFormat:
         config = self.read_config(raw, tensors, target, layout)
         of_arrays = placements and placements(config)
         selected = self.select(raw, tensors, config)
-        entries = self.layout(layout, config).table(config)
+        entries = as_stored(self.layout(layout, config).table(config), selected)
         model_files.check_fit("the file", entries, selected)
         selected, draft_to_target = self.reduce(config, tensors, selected)
         dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)

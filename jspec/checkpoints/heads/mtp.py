@@ -1,7 +1,8 @@
 """MTP modules in files: the names of the tensors, and the conventions of each family.
 
-Two layouts. The tensors lie in the files of a target, numbered from 0 (``mimo``) or on from its
-last block (``deepseek``), or in files of their own under the same names.
+Three layouts. The tensors lie in the files of a target, numbered from 0 (``mimo``), on from its
+last block (``deepseek``) or apart from its own (``qwen``), or in files of their own under the same
+names.
 
   * ``mimo``: MiMo-7B, ``model.mtp_layers.k.*``. A module takes [f; e] and feeds back its normed
     output. It also serves every target without names of its own: its blocks are those of Qwen2 and
@@ -9,10 +10,12 @@ last block (``deepseek``), or in files of their own under the same names.
   * ``deepseek``: DeepSeek-V3, R1 and GLM-4.5, ``model.layers.{n + k}.*``. A module takes [e; f] and
     feeds back the output of its block without the norm, as in vLLM. SGLang and transformers norm
     it. With one token for each module the two are equal.
+  * ``qwen``: Qwen3-Next and Qwen3.5, ``mtp.*``. A module takes [e; f] and feeds back its normed
+    output. It has a block of attention, as the last one of the target.
 
 ``deepseek`` files hold copies of the target's embedding and output matrix. jspec uses the target's
-own instead, as transformers does. The embedding at position 0 counts as zero, as in vLLM. Drafter:
-``jspec.drafters.mtp``.
+own instead, as transformers does. The embedding at position 0 counts as zero, as in vLLM, but for
+``qwen``. Drafter: ``jspec.drafters.mtp``.
 """
 
 import dataclasses
@@ -23,30 +26,37 @@ from typing import Literal
 import numpy as np
 
 from jspec.checkpoints import families
+from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
 from jspec.util.messages import shown
 
-MtpLayout = Literal["mimo", "deepseek"]
+MtpLayout = Literal["mimo", "deepseek", "qwen"]
 _FIRST = {
     "mimo": re.compile(r"mtp_layers\.0\.input_proj\.weight"),
     "deepseek": re.compile(r"layers\.\d+\.eh_proj\.weight"),
+    "qwen": re.compile(r"mtp\.fc\.weight"),
 }
 # The norm of the embedding, the norm of the feature, the projection, and the final norm.
 _NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # vLLM's model_type and class of such modules, by the ``model_type`` of the target.
 _CLASSES = {
     "deepseek_v3": ("deepseek_mtp", "DeepSeekMTPModel"),
     "glm4_moe": ("glm4_moe_mtp", "Glm4MoeMTPModel"),
+    "qwen3_next": ("qwen3_next_mtp", "Qwen3NextMTP"),
+    "qwen3_5_text": ("qwen3_5_mtp", "Qwen3_5MTP"),
+    "qwen3_5_moe_text": ("qwen3_5_mtp", "Qwen3_5MoeMTP"),
 }
 
 
@@ -61,6 +71,8 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
     count = 0
     while f"{projection(count)}.weight" in tensors:
         count += 1
+        if layout == "qwen":  # Several blocks would share one projection.
+            break
     if count == 0:
         raise ValueError(
             f"the modules were made for another target: there is none for one of "
@@ -72,6 +84,7 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
 
 def _read_target(raw: dict) -> DecoderConfig:
     """Return the target in whose files the modules lie."""
+    raw = text_part.config_of(raw)
     if raw.get("model_type") not in [*families.FAMILIES]:
         raise ValueError(
             f"config.json is not a target's (model_type {shown(raw.get('model_type'))}); pass the "
@@ -96,18 +109,25 @@ def _assemble(config: MtpConfig, nested: dict, _: None) -> MtpParams:
 def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> MtpConfig:
     """Return the config of modules for ``target`` that ``layout`` can hold."""
     last = target.layers[-1]
+    if layout == "qwen":
+        last = next(x for x in reversed(target.layers) if isinstance(x.mixer, Attention))
+        if modules > 1:
+            raise ValueError(f"layout 'qwen' has one module, not {modules}; train one")
     if last.mixer.window is not None:
         last = dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=None))
     return MtpConfig(
         dataclasses.replace(target, layers=(last,) * modules),
         (target.num_layers,),
         hidden_first=layout == "mimo",
-        feeds_normed=layout == "mimo",
+        feeds_normed=layout != "deepseek",
+        zeroes_first=layout != "qwen",
     )
 
 
 def natural_layout(target: DecoderConfig) -> MtpLayout:
     """Return the layout of modules in the files of ``target``."""
+    if any(isinstance(layer.mixer, DeltaRule) for layer in target.layers):
+        return "qwen"
     last = target.layers[-1]
     plain = type(last.mixer) is Attention and type(last.feed_forward) is GatedMlp
     return "mimo" if plain else "deepseek"
@@ -126,13 +146,16 @@ def _table(config: MtpConfig) -> tuple[Entry, ...]:
             vector((*path, "norm"), names[3], hidden),
         ]
     for module, prefix in enumerate(prefixes):
-        entries += block_table(config.network, module, prefix)
+        block = f"{prefix}.layers.{module}" if _layout_of(config) == "qwen" else prefix
+        entries += block_table(config.network, module, block)
     return tuple(entries)
 
 
 def _layout_of(config: MtpConfig) -> MtpLayout:
     """Return the only layout that can express the modules, if any can; see ``check``."""
-    return "mimo" if config.hidden_first else "deepseek"
+    if config.hidden_first:
+        return "mimo"
+    return "deepseek" if config.zeroes_first else "qwen"
 
 
 def _prefixes(config: MtpConfig) -> list[str]:
@@ -141,6 +164,8 @@ def _prefixes(config: MtpConfig) -> list[str]:
 
 
 def _prefix(layout: MtpLayout, num_layers: int, module: int) -> str:
+    if layout == "qwen":
+        return "mtp"
     return f"mtp_layers.{module}" if layout == "mimo" else f"layers.{num_layers + module}"
 
 
@@ -177,14 +202,15 @@ def copies(config: MtpConfig, embedding: np.ndarray, head: np.ndarray) -> dict[s
 
 
 def _layout(name: MtpLayout) -> Layout:
-    return Layout(name, _table, functools.partial(_describe, name), rename="model.{}".format)
+    rename = str if name == "qwen" else "model.{}".format
+    return Layout(name, _table, functools.partial(_describe, name), rename=rename)
 
 
 FORMAT = HeadFormat(
     title="MTP",
     kinds=("mtp",),
     owns=lambda config: isinstance(config, MtpConfig),
-    layouts=(_layout("mimo"), _layout("deepseek")),
+    layouts=(_layout("mimo"), _layout("deepseek"), _layout("qwen")),
     sniff=base.by_names("mtp", _FIRST),
     read_config=_read_config,
     assemble=_assemble,

@@ -16,8 +16,8 @@ So in a slot all modules read the same token, and module m + 1 reads the output 
 earlier; its first slots are missing. Published targets have one module. To draft more tokens, it
 reads its own output, like a recurrent network.
 
-The embedding at position 0 is replaced by zeros. Families differ in the order of e and f, and in
-whether y or norm' y is passed on; ``jspec.checkpoints.heads.mtp`` reads which. Drafter:
+Families differ in the order of e and f, in whether y or norm' y is passed on, and in whether the
+embedding at position 0 is replaced by zeros; ``jspec.checkpoints.heads.mtp`` reads which. Drafter:
 ``jspec.drafters.mtp``.
 """
 
@@ -48,6 +48,7 @@ class MtpConfig(NetworkSizes):
     capture_layers: tuple[int, ...]  # index of the target's last hidden state, after its norm
     hidden_first: bool = False  # ``projection`` takes [f; e] instead of [e; f]
     feeds_normed: bool = True  # a module passes on norm' y instead of y
+    zeroes_first: bool = True  # the embedding at position 0 is replaced by zeros
 
     @property
     def n_predict(self) -> int:
@@ -87,9 +88,9 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
     """Return random normal weights of std 0.02."""
     layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
     hidden = config.hidden_size
-    ones = jnp.ones((hidden,), dtype)
+    norm = config.network.norm.init(hidden, dtype)
     modules = tuple(
-        ModuleParams(ones, ones, normal(key, (2 * hidden, hidden), dtype), ones) for key in keys
+        ModuleParams(norm, norm, normal(key, (2 * hidden, hidden), dtype), norm) for key in keys
     )
     return MtpParams(modules, decoder.init_layers(layers_key, config.network, dtype))
 
@@ -118,7 +119,8 @@ def run(
     those of ``decoder.trunk``, with the module as layer 0; with ``rows`` the output is [B, M, D].
     """
     network, weights = config.network, params.modules[module]
-    embedded = jnp.where((positions == 0)[..., None], 0, embedded)
+    if config.zeroes_first:
+        embedded = jnp.where((positions == 0)[..., None], 0, embedded)
     e = network.norm(embedded, weights.embedding_norm)
     f = network.norm(features, weights.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
