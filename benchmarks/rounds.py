@@ -187,7 +187,7 @@ def minimumsize_of(target: LoadedModel, slots: int, context: int) -> int:
     """Return the bytes of the weights and of the live KV that a round reads at least."""
     plan, params = plan_of(target, "none")
     weights = target.params if target.params.head is None else target.params.replace(embedding=())
-    kv = page_bytes(plan, params, PAGE_SIZE, memory.dtype_of_pages(params)) // PAGE_SIZE
+    kv = sum(page_bytes(plan, params, PAGE_SIZE, memory.dtype_of_pages(params))) // PAGE_SIZE
     return size_of(weights) + slots * context * kv
 
 

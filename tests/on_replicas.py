@@ -87,7 +87,7 @@ def case(target, tensor: int) -> dict:
         "devices": devices,
         "traced": traced.text,
         "metrics": Observer(llm, "tiny").text().decode(),
-        "pages": sum(pool.blocks.num_pages - 1 for pool in llm.runtime.pools),
+        "pages": sum(pool.blocks.kinds[0].num_pages - 1 for pool in llm.runtime.pools),
         "launches": len(seen),
         "refusal": refusal,
     }

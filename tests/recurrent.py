@@ -88,7 +88,7 @@ class RecurrentTarget(Target):
                 entry.k,
                 entry.v,
                 cache.length,
-                table=cache.table,
+                table=cache.table_of(1),
                 scale=SIZE**-0.5,
             )
             y = y + mixed[:, 0]

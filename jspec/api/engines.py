@@ -102,6 +102,7 @@ def _replicas_of(
         settings={name: getattr(args, name) for name in memory.SETTINGS},
         shares_prefixes=args.enable_prefix_caching,
         num_tokens=num_tokens,
+        num_seqs=max_num_seqs,
         reserved=build.memory_plan.workspace if build.memory_plan else 0,
     )
     make_pool = processes.making_pools(channel, make_pool, num_tokens)

@@ -97,7 +97,9 @@ def making_pools(
         with channel.together():
             pool = make_pool(params)
         if pool is not None:
-            pool.blocks.most = min(channel.gather(pool.blocks.most))
+            every = channel.gather([kind.most for kind in pool.blocks.kinds])
+            for kind, mosts in zip(pool.blocks.kinds, zip(*every, strict=True), strict=True):
+                kind.most = min(mosts)
             pool.fix(pool.blocks.pages_of(num_tokens) + 1)
         return pool
 

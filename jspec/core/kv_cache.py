@@ -7,13 +7,14 @@ The values of a round's nodes stay outside the cache until the verdict; ``append
 write. XLA keeps it in place on CPU, GPU and TPU. Slices clamp at the end of a buffer, so allocate
 K + 1 slots more than needed.
 
-With a ``table``, the buffers are pools of pages that all rows share: slot s of a row is slot
-``s % page`` of page ``table[row, s // page]``. The host owns the table (``jspec.engine.pages``) and
-attaches it for a launch: caches at rest have no table, and pools are kept apart from them. Entries
-without pages, the states of rows, stay in the cache.
+With ``tables``, the buffers are pools of pages that all rows share: slot s of a row is slot
+``s % page`` of page ``table[row, s // page]``. Layers with a sliding window have a table of their
+own where others have none, so that their pages come back. The host owns the tables
+(``jspec.engine.pages``) and attaches them for a launch: caches at rest have none, and pools are
+kept apart from them. Entries without pages, the states of rows, stay in the cache.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,18 +32,26 @@ class KVCache:
 
     layers: tuple[Entry | None, ...]  # None for an entry whose pages are kept apart
     length: Array  # [B] int32
-    table: Array | None = None  # [B, M] int32, the pages of each row
-    # Slots that every layer sees, the query's own included; None for all.
-    window: int | None = struct.field(pytree_node=False, default=None)
+    tables: tuple[Array, ...] = ()  # [B, M] int32, the pages of each row, by ``kinds``
+    # Slots that a layer sees, the query's own included; None for all. () if all see all.
+    windows: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
     def is_shared(self, entry: Entry) -> bool:
         """Return whether the rows share an entry of this cache, as a pool of pages."""
-        return self.table is not None and entry.has_pages
+        return bool(self.tables) and entry.has_pages
+
+    def kind_of(self, layer: int) -> int:
+        """Return the index of a layer's kind: 0 without a window, and -1 with one."""
+        return -1 if self.windows and self.windows[layer] is not None else 0
+
+    def table_of(self, layer: int) -> Array | None:
+        """Return the pages of each row for a layer, int32 [B, M]; None without pages."""
+        return self.tables[self.kind_of(layer)] if self.tables else None
 
 
-def empty(batch: int, layers: Iterable[Entry], *, window: int | None = None) -> KVCache:
+def empty(batch: int, layers: Iterable[Entry], *, windows: tuple[int | None, ...] = ()) -> KVCache:
     """Return a cache of empty entries of ``batch`` rows."""
-    return KVCache(tuple(layers), jnp.zeros((batch,), jnp.int32), window=window)
+    return KVCache(tuple(layers), jnp.zeros((batch,), jnp.int32), windows=windows)
 
 
 def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
@@ -50,9 +59,11 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
 
     Only the first ``count`` [B] are committed, and become readable.
     """
-    commit = Commit(rows, count, cache.length, cache.table)
-    pairs = zip(cache.layers, new, strict=True)
-    layers = tuple(entry.append(values, commit) for entry, values in pairs)
+    commits = [Commit(rows, count, cache.length, table) for table in cache.tables or (None,)]
+    pairs = enumerate(zip(cache.layers, new, strict=True))
+    layers = tuple(
+        entry.append(values, commits[cache.kind_of(layer)]) for layer, (entry, values) in pairs
+    )
     return cache.replace(layers=layers, length=cache.length + count)
 
 
@@ -94,10 +105,21 @@ def caches_of(tree: Any) -> list[KVCache]:
     return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
-def widest(windows: Iterable[int | None]) -> int | None:
-    """Return the widest of the windows; None if one of them is, or if there are none."""
-    windows = tuple(windows)
-    return max(windows) if windows and None not in windows else None
+def kinds(caches: Iterable[KVCache]) -> tuple[int | None, ...]:
+    """Return the kinds of layers with pages, each by the slots that they see at most.
+
+    One for those without a window (None), and one for those with a window. The first one of the
+    two comes first, and there is at least one.
+    """
+    windows = {
+        cache.windows[layer] if cache.windows else None
+        for cache in caches
+        for layer, entry in enumerate(cache.layers)
+        if entry is None or entry.has_pages
+    }
+    sizes = windows - {None}
+    widest = (max(sizes),) if sizes else ()
+    return widest if sizes and None not in windows else (None, *widest)
 
 
 # -------------------------------------------------------------------------------- pools of pages
@@ -105,7 +127,7 @@ def widest(windows: Iterable[int | None]) -> int | None:
 
 def allocate_pool(
     cache: KVCache,
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     dtype: jnp.dtype | None = None,
     *,
@@ -113,11 +135,14 @@ def allocate_pool(
 ) -> tuple[Entry | None, ...]:
     """Return empty pools for the layers of ``cache``; None for an entry without pages.
 
-    See ``SlotEntry.pool`` for the arguments. The entries of ``cache`` may be shapes.
+    ``num_pages`` are those of each of the ``kinds``. See ``SlotEntry.pool`` for the other
+    arguments. The entries of ``cache`` may be shapes.
     """
     return tuple(
-        entry.pool(num_pages, page_size, dtype, in_bits=in_bits) if entry.has_pages else None
-        for entry in cache.layers
+        entry.pool(num_pages[cache.kind_of(layer)], page_size, dtype, in_bits=in_bits)
+        if entry.has_pages
+        else None
+        for layer, entry in enumerate(cache.layers)
     )
 
 
@@ -131,17 +156,17 @@ def detach(tree: Any) -> tuple[Any, tuple[Any, ...]]:
         return tuple(x if x.has_pages == has_pages else None for x in cache.layers)
 
     pools = tuple(part(cache, True) for cache in caches_of(tree))
-    return over_caches(lambda x: x.replace(layers=part(x, False), table=None), tree), pools
+    return over_caches(lambda x: x.replace(layers=part(x, False), tables=()), tree), pools
 
 
-def attach(tree: Any, pools: tuple[Any, ...], table: Array) -> Any:
-    """Return a pytree whose caches have the ``pools`` of ``detach``, and the table."""
+def attach(tree: Any, pools: tuple[Any, ...], tables: tuple[Array, ...]) -> Any:
+    """Return a pytree whose caches have the ``pools`` of ``detach``, and the tables by kind."""
     pools = iter(pools)
 
     def joined(cache: KVCache) -> KVCache:
         pairs = zip(cache.layers, next(pools), strict=True)
         layers = tuple(state if pool is None else pool for state, pool in pairs)
-        return cache.replace(layers=layers, table=table)
+        return cache.replace(layers=layers, tables=tables)
 
     return over_caches(joined, tree)
 
@@ -157,8 +182,8 @@ def rows_of(tree: Any, rows: Array) -> Any:
             layers = tuple(
                 entry if x.is_shared(entry) else jax.tree.map(take, entry) for entry in x.layers
             )
-            table = None if x.table is None else take(x.table)
-            return x.replace(layers=layers, length=take(x.length), table=table)
+            tables = tuple(map(take, x.tables))
+            return x.replace(layers=layers, length=take(x.length), tables=tables)
         return x.at[rows].get(mode="clip") if x.ndim else x
 
     return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, KVCache))

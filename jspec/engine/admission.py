@@ -32,9 +32,9 @@ class Admission:
             prefill = scheduler.next_prefill(runner.buffer_size)
             if prefill is None:
                 break
-            table = scheduler.table(self._capacity)
-            runner.compile_launch(scheduler.slots, table)
-            scores = runner.prefill(prefill, table)
+            tables = scheduler.tables(self._capacity)
+            runner.compile_launch(scheduler.slots, tables)
+            scores = runner.prefill(prefill, tables)
             scheduler.advance(prefill)
             self.num_prefilled += int(prefill.arrays.valid.sum())
             if scores is not None:

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jspec.engine.block_pool import NULL_PAGE, BlockPool
+from jspec.engine.block_kind import NULL_PAGE, BlockKind
+from jspec.engine.block_pool import BlockPool
+
+Tables = tuple[np.ndarray, ...]  # int32 [B, M] for each kind of layers
 
 
 @dataclasses.dataclass
@@ -14,39 +17,49 @@ class BlockTable:
 
     pool: BlockPool | None
     salt: str = ""
-    pages: list[int] = dataclasses.field(default_factory=list)  # in order; the null page if unseen
+    # By kind of layers, in order of the text; the null page if unseen.
+    pages: list[list[int]] = dataclasses.field(default_factory=list)
     # A digest for each full page of the text.
     digests: list[bytes] = dataclasses.field(default_factory=list)
-    _num_shared: int = 0  # pages that were cached before
-    _num_cached: int = 0  # pages that were shared or cached
-    _num_unseen: int = 0  # pages that were freed as the text left them behind
+    _num_shared: int = 0  # pages of a kind that were cached before
+    _num_cached: int = 0  # pages of a kind that were shared or cached
 
     def allocate(
         self, text: np.ndarray, *, reads_cached: bool = True, spare: int = 0
     ) -> int | None:
-        """Have pages for a text [n], cached ones first; return the number of tokens of these.
+        """Have pages to begin with a text [n], cached ones first; return the tokens of these.
 
         None: there are not enough, or less than ``spare`` would be left; nothing changes then.
         """
         if self.pool is None:
             return 0
-        pool, cached = self.pool, self.cached_pages(text) if reads_cached else []
-        pool.ref(cached)
-        fresh = pool.allocate(pool.pages_of(len(text)) - len(cached), spare)
-        if fresh is None:
-            pool.free(cached)
+        pool, count = self.pool, self.num_cached_pages(text) if reads_cached else 0
+        self.pages = [kind.cached(self.digests[:count]) for kind in pool.kinds]
+        fresh = [kind.first_pages(len(text), count) - count for kind in pool.kinds]
+        for kind, pages in zip(pool.kinds, self.pages, strict=True):
+            kind.ref(pages)
+        if not self._extend(fresh, spare):
+            self.free()
             return None
-        self.pages, self._num_unseen = cached + fresh, 0
-        self._num_shared = self._num_cached = len(cached)
+        self._num_shared = self._num_cached = count
         pool.queries += len(text) - 1
-        pool.hits += len(cached) * pool.size
-        return len(cached) * pool.size
+        pool.hits += count * pool.size
+        return count * pool.size
+
+    def _extend(self, counts: Sequence[int], spare: int = 0) -> bool:
+        """Have ``counts`` more pages by kind, so that ``spare`` are left; False changes nothing."""
+        parts = [part for part in zip(self.pool.kinds, self.pages, counts, strict=True) if part[2]]
+        if not all(kind.has_room(count + spare) for kind, _, count in parts):
+            return False
+        for kind, pages, count in parts:
+            pages += kind.take(count)
+        return True
 
     def follows(self, text: np.ndarray, others: Iterable["BlockTable"]) -> bool:
         """Return whether the next page that a waiting ``text`` could share is another one's."""
         if self.pool is None or not self.pool.shares_prefixes:
             return False
-        count = len(self.cached_pages(text))
+        count = self.num_cached_pages(text)
         if count >= self.pool.most_shared(len(text)):
             return False
         following = self.digests[count : count + 1]
@@ -56,14 +69,14 @@ class BlockTable:
         """Have pages for a text of ``num_tokens``; return whether there were enough."""
         if self.pool is None:
             return True
-        missing = self.pool.pages_of(num_tokens) - len(self.pages)
-        fresh = self.pool.allocate(missing) if missing > 0 else []
-        self.pages += fresh or []
-        return fresh is not None
+        count = self.pool.pages_of(num_tokens)
+        return self._extend([max(count - len(pages), 0) for pages in self.pages])
 
     def lacks(self, num_tokens: int) -> bool:
         """Return whether a text of ``num_tokens`` would need more pages."""
-        return self.pool is not None and self.pool.pages_of(num_tokens) > len(self.pages)
+        if self.pool is None:
+            return False
+        return any(self.pool.pages_of(num_tokens) > len(pages) for pages in self.pages)
 
     def advance(self, text: np.ndarray, num_tokens: int) -> None:
         """Cache the full pages of the first ``num_tokens`` of a text, which the caches hold.
@@ -72,45 +85,53 @@ class BlockTable:
         """
         if self.pool is None:
             return
-        if self.pool.shares_prefixes and num_tokens // self.pool.size > self._num_cached:
+        first = last = self._num_cached
+        if self.pool.shares_prefixes and num_tokens // self.pool.size > first:
             self.pool.add_digests(self.digests, text, self.salt)
-            count = min(num_tokens // self.pool.size, len(self.digests))
-            for page in range(self._num_cached, count):
-                self.pool.cache(self.pages[page], self.digests[page])
-            self._num_cached = max(count, self._num_cached)
-        first, count = self._num_unseen, self.pool.unseen(num_tokens)
-        if count > first:
-            self.pool.free(self.pages[first:count][::-1])  # the start of the text first
-            self.pages[first:count] = [NULL_PAGE] * (count - first)
-            self._num_unseen = count
+            last = max(min(num_tokens // self.pool.size, len(self.digests)), first)
+        self._num_cached = last
+        for kind, pages in zip(self.pool.kinds, self.pages, strict=True):
+            for page in range(first, last):
+                kind.cache(pages[page], self.digests[page])
+            unseen = kind.unseen(num_tokens)
+            begin = unseen
+            while begin and pages[begin - 1] != NULL_PAGE:
+                begin -= 1
+            kind.free(pages[begin:unseen][::-1])  # the start of the text first
+            pages[begin:unseen] = [NULL_PAGE] * (unseen - begin)
+
+    @property
+    def _parts(self) -> Iterable[tuple[BlockKind, list[int]]]:
+        return () if self.pool is None else zip(self.pool.kinds, self.pages, strict=False)
 
     def evict(self) -> None:
         """Have no later sequence share the pages that this one filled."""
-        if self.pool is not None:
-            self.pool.evict(self.pages[self._num_shared :])
+        for kind, pages in self._parts:
+            kind.evict(pages[self._num_shared :])
 
     def free(self, *, is_clean: bool = True) -> None:
         """Free all pages; unless ``is_clean``, they may hold NaN."""
-        if self.pool is not None:
-            self.pool.free(self.pages, is_clean=is_clean)
-        self.pages, self._num_shared, self._num_cached, self._num_unseen = [], 0, 0, 0
+        for kind, pages in self._parts:
+            kind.free(pages, is_clean=is_clean)
+        self.pages, self._num_shared, self._num_cached = [], 0, 0
 
-    def cached_pages(self, text: np.ndarray) -> list[int]:
-        """Return the cached pages that a text [n] begins with; the null page if unseen."""
+    def num_cached_pages(self, text: np.ndarray) -> int:
+        """Return the number of cached pages of each kind that a text [n] begins with."""
         if self.pool is None or not self.pool.shares_prefixes:
-            return []
+            return 0
         self.pool.add_digests(self.digests, text, self.salt)
-        return self.pool.cached(self.digests[: self.pool.most_shared(len(text))])
+        return self.pool.num_cached(self.digests[: self.pool.most_shared(len(text))])
 
 
 def rows_of(
     tables: Sequence[BlockTable | None], pool: BlockPool | None, capacity: int
-) -> np.ndarray | None:
-    """Return the pages of the rows for texts of up to ``capacity`` tokens, int32 [B, M]."""
+) -> Tables | None:
+    """Return the pages of the rows for texts of up to ``capacity`` tokens; None without a pool."""
     if pool is None:
         return None
-    rows = np.full((len(tables), pool.pages_of(capacity)), NULL_PAGE, np.int32)
+    shape = len(tables), pool.pages_of(capacity)
+    arrays = tuple(np.full(shape, NULL_PAGE, np.int32) for _ in pool.kinds)
     for row, table in enumerate(tables):
-        pages = [] if table is None else table.pages
-        rows[row, : len(pages)] = pages
-    return rows
+        for array, pages in zip(arrays, [] if table is None else table.pages, strict=False):
+            array[row, : len(pages)] = pages
+    return arrays

@@ -252,16 +252,16 @@ class Engine:
     def _launch(self, rounds: int) -> None:
         """Start a launch; it ends where a sequence ends if another one waits for the slot."""
         scheduler, runner, members = self.scheduler, self.runner, self.scheduler.members
-        chosen, table = runner.choose(members), scheduler.table(self.capacity)
+        chosen, tables = runner.choose(members), scheduler.tables(self.capacity)
         if scheduler.follows:
-            dispatched = runner.follow(chosen, members, scheduler.slots, table)
+            dispatched = runner.follow(chosen, members, scheduler.slots, tables)
             for sequence in scheduler.ready:
                 if sequence.finished:  # its grammar could not be followed
                     scheduler.leave(sequence)
         else:
             rounds = min(rounds, chosen.rounds or rounds)
             watched = scheduler.watched(always=runner.ends_with_any_row)
-            dispatched = runner.launch(chosen, rounds, members, scheduler.slots, watched, table)
+            dispatched = runner.launch(chosen, rounds, members, scheduler.slots, watched, tables)
         self.unread.append(dispatched)
         scheduler.dispatched()
 

@@ -52,7 +52,7 @@ def launch(
     state: DecodeState,
     rounds: Array,
     watched: Array,
-    table: Array | None = None,
+    tables: tuple[Array, ...] | None = None,
     budget: Budget | None = None,
 ) -> tuple[Shared, DecodeState, Launch]:
     """Run up to ``rounds`` rounds; return what they did.
@@ -69,10 +69,11 @@ def launch(
       state: consumed.
       rounds: int32 [].
       watched: bool [B].
-      table: int32 [B, M], the pages of each row in ``state.pools``; None for caches without pages.
+      tables: the pages of each row in ``state.pools``, int32 [B, M] for each kind of layers (see
+        ``kv_cache.kinds``); None for caches without pages.
       budget: which of the drafted nodes are verified; None for all.
     """
-    state = state.attached(table)
+    state = state.attached(tables)
     until = state.round + jnp.minimum(rounds, profile.rounds)
     # A row that is done counts 1, and a watched one more than all rows: one sum across chips.
     weights = jnp.where(watched, 1 + len(watched), 1)
@@ -83,7 +84,7 @@ def launch(
 
     empty = empty_launch(plan, profile, params, state)
     shared, state, ran = _loop(plan, params, request, budget, is_running, (shared, state, empty))
-    state = state.settled(table)
+    state = state.settled(tables)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     shared, ran = sharding.whole((shared, ran))
     return shared, state, ran
@@ -140,7 +141,7 @@ def prefill(
     ready: Array,
     rows: Array | None = None,
     scoring: Scoring | None = None,
-    table: Array | None = None,
+    tables: tuple[Array, ...] | None = None,
 ) -> tuple[DecodeState, Logprobs | None]:
     """Prefill chunks of the prompts of Q rows, in the caches of target and drafter.
 
@@ -157,9 +158,9 @@ def prefill(
       ready: bool [Q], rows whose prompts are complete now. They take part in the next round.
       rows: int32 [Q], distinct; those beyond the batch are padding. None for all rows.
       scoring: static; how to score the C tokens after the chunk's first. None: no scores.
-      table: as of ``launch``.
+      tables: as of ``launch``.
     """
-    state = state.attached(table)
+    state = state.attached(tables)
     size, batch = chunk.shape[1] - 1, state.done.shape[0]
     whole = state.cache, state.memory
     cache, memory = whole if rows is None else kv_cache.rows_of(whole, rows)
@@ -181,7 +182,7 @@ def prefill(
     )
     done = state.done.at[rows].set(~ready, mode="drop")
     state = state.replace(history=history, cache=cache, memory=memory, done=done)
-    return state.settled(table), sharding.whole(scores)
+    return state.settled(tables), sharding.whole(scores)
 
 
 def init_shared(plan: Plan) -> Shared:

@@ -54,16 +54,16 @@ def draft_alone(
     request: Request,
     shared: Shared,
     state: DecodeState,
-    table: Array | None = None,
+    tables: tuple[Array, ...] | None = None,
 ) -> tuple[DecodeState, Halfway]:
     """Run the first half of a round, for ``verify_alone``; consumes ``state``.
 
     Arguments are those of ``launch``.
     """
-    state = state.attached(table)
+    state = state.attached(tables)
     draft, _, memory = first_half(plan, params, request, shared, state)
     state = state.replace(memory=memory)
-    return state.settled(table), sharding.whole(Halfway.of(draft))
+    return state.settled(tables), sharding.whole(Halfway.of(draft))
 
 
 @functools.partial(
@@ -80,7 +80,7 @@ def verify_alone(
     halfway: Halfway,
     bits: Array,
     used: Array,
-    table: Array | None = None,
+    tables: tuple[Array, ...] | None = None,
 ) -> tuple[Shared, DecodeState, Launch]:
     """Run the second half of a round, under masks that the host made for the draft.
 
@@ -91,7 +91,7 @@ def verify_alone(
       bits: uint32 [B, N, W], tokens that may follow each node; see ``NodeMasks``.
       used: bool [B], rows that have such masks.
     """
-    state, draft = state.attached(table), halfway.whole
+    state, draft = state.attached(tables), halfway.whole
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(used))
     masks = NodeMasks.of_draft(bits, used, Branches.of_draft(state.history, draft, tree))
     empty = empty_launch(plan, profile, params, state)
@@ -100,7 +100,7 @@ def verify_alone(
     shared, state, ran = second_half(
         plan, params, request, None, (shared, state, empty), draft, tree
     )
-    state = state.settled(table)
+    state = state.settled(tables)
     ran = launches.ended(ran, plan.max_depth, state.history, state.done, state.num_cached)
     shared, ran = sharding.whole((shared, ran))
     return shared, state, ran

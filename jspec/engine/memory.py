@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import jax.numpy as jnp
 from jspec import sharding
 from jspec.core.types import Params
 from jspec.core.weights import size_of, weights_of
-from jspec.engine.pages import PAGE_SIZE, Pool, page_bytes, reads_pages, without_prefix
+from jspec.engine.pages import (
+    PAGE_SIZE,
+    Pool,
+    held_by_kind,
+    page_bytes,
+    reads_pages,
+    without_prefix,
+)
 from jspec.engine.plan import Plan
 from jspec.util.messages import shown
 
@@ -103,6 +111,29 @@ def dtype_of_pages(params: Params) -> jnp.dtype | None:
     return jnp.dtype(jnp.bfloat16) if is_narrow else None
 
 
+def most_windowed(held: Sequence[int], num_seqs: int) -> int:
+    """Return the pages that layers with a window have at most, where others have none.
+
+    Twice what ``num_seqs`` sequences hold, so that prefixes of past texts stay cached. ``held`` are
+    the pages of one sequence by kind.
+    """
+    return 2 * num_seqs * held[-1] + 1
+
+
+def num_pages(limit: int, each: Sequence[int], most_windowed: int) -> int:
+    """Return the pages of the first kind of layers that fit into ``limit`` bytes with the others.
+
+    Args:
+      limit: bytes.
+      each: bytes of a page, by kind.
+      most_windowed: as of ``Pool``.
+    """
+    count = limit // sum(each) if any(each) else 2**20
+    if len(each) > 1 and count > most_windowed:
+        return (limit - most_windowed * each[1]) // each[0]
+    return count
+
+
 def pool_if_any(
     plan: Plan,
     params: Params,
@@ -110,6 +141,7 @@ def pool_if_any(
     *,
     shares_prefixes: bool | None,
     num_tokens: int,
+    num_seqs: int = 1,
     reserved: int = 0,
 ) -> Pool | None:
     """Return the pool of a model; None for a model whose caches have no pages.
@@ -120,6 +152,7 @@ def pool_if_any(
       settings: values of ``SETTINGS`` in their ranges.
       shares_prefixes: its ``enable_prefix_caching``; None wherever target and drafter support it.
       num_tokens: as of ``pool_of``.
+      num_seqs: as of ``pool_of``.
       reserved: as of ``pool_of``.
 
     Raises:
@@ -145,6 +178,7 @@ def pool_if_any(
         plan,
         params,
         num_tokens=num_tokens,
+        num_seqs=num_seqs,
         reserved=reserved,
         enable_prefix_caching=shares,
         **given,
@@ -156,6 +190,7 @@ def pool_of(
     params: Params,
     *,
     num_tokens: int,
+    num_seqs: int = 1,
     reserved: int = 0,
     block_size: int = PAGE_SIZE,
     num_gpu_blocks_override: int | None = None,
@@ -167,12 +202,14 @@ def pool_of(
 
     A number of pages or bytes is allocated at once. Otherwise the pool grows as it is needed, up to
     4 GiB on a CPU, or the share ``gpu_memory_utilization`` of the device's memory that the weights
-    leave (0.9 on an accelerator).
+    leave (0.9 on an accelerator). Layers with a window get no more than ``most_windowed`` where
+    others have none.
 
     Args:
       plan: static.
       params: weights.
       num_tokens: tokens that may run together: a pool that grows begins with no more.
+      num_seqs: sequences that may run together.
       reserved: bytes that programs need beside weights and pages.
       block_size: tokens of a page.
       num_gpu_blocks_override: pages; it goes before the bytes.
@@ -185,33 +222,42 @@ def pool_of(
     """
     dtype = dtype_of_pages(params)
     each = page_bytes(plan, params, block_size, dtype)
-    options = dict(page_size=block_size, enable_prefix_caching=enable_prefix_caching, dtype=dtype)
+    held = held_by_kind(plan, params, block_size, -(-num_tokens // num_seqs))
+    windowed = most_windowed(held, num_seqs)
+    options = dict(
+        page_size=block_size,
+        most_windowed=windowed,
+        enable_prefix_caching=enable_prefix_caching,
+        dtype=dtype,
+    )
     if num_gpu_blocks_override is not None:
-        _check_device("num_gpu_blocks_override", num_gpu_blocks_override, each)
+        _check_device("num_gpu_blocks_override", num_gpu_blocks_override, each, windowed)
         return Pool(plan, params, num_pages=num_gpu_blocks_override + 1, **options)
     name, limit = "kv_cache_memory_bytes", kv_cache_memory_bytes
     if limit is None:
         name, share = "gpu_memory_utilization", gpu_memory_utilization
         device = this_device((), sharding.num_shards())
         limit = device.bytes_for_pages(bytes_on_each(params), reserved, share)
-    count = limit // each if each else 2**20
+    count = num_pages(limit, each, windowed)
     if count < 2:
         raise ValueError(
-            f"{name} leaves {limit:,} bytes, but one page of {block_size} tokens takes {each:,}, "
-            "and two are the least; give more, or a smaller block_size."
+            f"{name} leaves {limit:,} bytes, but one page of {block_size} tokens takes "
+            f"{sum(each):,}, and two are the least; give more, or a smaller block_size."
         )
     if kv_cache_memory_bytes is not None:
-        _check_device("kv_cache_memory_bytes", count, each)
+        _check_device("kv_cache_memory_bytes", count, each, windowed)
         return Pool(plan, params, num_pages=count, **options)
-    first = max(2, min(count, _FIRST_BYTES // max(each, 1), -(-num_tokens // block_size) + 1))
+    first = min(_FIRST_BYTES // max(sum(each), 1), -(-num_tokens // block_size) + 1)
+    first = max(2, min(count, first))
     return Pool(plan, params, num_pages=first, most=count, **options)
 
 
-def _check_device(name: str, num_pages: int, bytes_of_page: int) -> None:
+def _check_device(name: str, count: int, each: Sequence[int], most_windowed: int) -> None:
     """Refuse pages that take more memory than the device has, before they are allocated."""
-    needed, limit = num_pages * bytes_of_page, this_device((), sharding.num_shards()).total
+    needed = sum(size * min(count, most_windowed) for size in each[1:]) + count * each[0]
+    limit = this_device((), sharding.num_shards()).total
     if needed > limit:
         raise ValueError(
-            f"{name} asks for {num_pages:,} pages, which take {needed:,} bytes, but the device has "
+            f"{name} asks for {count:,} pages, which take {needed:,} bytes, but the device has "
             f"{limit:,}; ask for less."
         )

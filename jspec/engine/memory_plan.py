@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from jspec.core import kv_cache
 from jspec.core.types import Params
 from jspec.core.weights import size_of, weights_of
 from jspec.engine import chunks, slots
-from jspec.engine.memory import Device, bytes_of, dtype_of_pages
-from jspec.engine.pages import PAGE_SIZE, allocate, reads_pages, shapes_of
+from jspec.engine.memory import Device, bytes_of, dtype_of_pages, most_windowed, num_pages
+from jspec.engine.pages import PAGE_SIZE, bytes_by_kind, held_by_kind, reads_pages
 from jspec.engine.plan import Plan
 from jspec.models import partition
 from jspec.models.decoder import DecoderConfig
@@ -32,6 +32,9 @@ class MemoryPlan:
       workspace: bytes of logits, activations and the state of rows; an estimate.
       sequence: bytes of the KV cache of the longest sequence that must fit.
       token: bytes of a token in all caches.
+      windowed: bytes of those that a sequence holds for its last tokens only: layers with a
+        window, where others have none.
+      in_windows: bytes of ``sequence`` that it holds in these layers.
       block_size: tokens of a page; 1 for caches without pages.
       num_tokens: tokens that fit into the KV cache.
       memory: bytes that the device has for all of it.
@@ -55,6 +58,8 @@ class MemoryPlan:
     max_model_len: int
     tensor_parallel_size: int = 1
     splits: tuple[int, ...] = ()
+    windowed: float = 0
+    in_windows: int = 0
 
     @property
     def least(self) -> int:
@@ -68,11 +73,12 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, str]:
         """Return the parts with their sizes, for people."""
+        windowed = f" ({amount(self.windowed)} within windows)" if self.windowed else ""
         return {
             "weights": amount(self.weights),
             "drafter": amount(self.drafter),
             "workspace": f"about {amount(self.workspace)}",
-            "KV cache": f"{amount(self.token)} a token, {self.num_tokens:,} tokens fit",
+            "KV cache": f"{amount(self.token)} a token{windowed}, {self.num_tokens:,} tokens fit",
         }
 
     def __str__(self) -> str:
@@ -97,8 +103,9 @@ class MemoryPlan:
     def _remedies(self) -> str:
         """Return the settings that help, with values that would do where one alone does."""
         fixed = self.weights + self.drafter
-        page = self.token * self.block_size
-        pages = (self.memory - fixed - self.workspace) // page - 1 if page else 0
+        page = (self.token - self.windowed) * self.block_size
+        left = self.memory - fixed - self.workspace - self.in_windows
+        pages = left // page - 1 if page else 0
         row = self.workspace / self.max_num_seqs
         rows = int((self.memory - fixed - self.sequence) / row) if row else 0
         number = lambda n, most: f" of at most {n}" if 0 < n < most else ""
@@ -146,24 +153,25 @@ def plan_memory(
     drafter = _split(params.drafter, draft_tensor_parallel_size)
     row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
     size = settings.get("block_size") or PAGE_SIZE
-    page = row_bytes = _cache_bytes(plan, params, size, share, draft_tensor_parallel_size)
     left = max(0, device.free - target - drafter - workspace)
     if reads_pages(plan):
-        num_pages = _num_pages(page, settings, device, target + drafter, workspace)
-        num_pages = min(num_pages, max(0, left // page - 1)) if page else num_pages
-        needed, num_tokens = -(-(longest or 1) // size), num_pages * size
-        sequence = (needed + 1) * page
+        each = _page_bytes(plan, params, size, share, draft_tensor_parallel_size)
+        most = most_windowed(held_by_kind(plan, params, size, max_model_len), max_num_seqs)
+        count = _num_pages(each, most, settings, device, target + drafter, workspace)
+        count = min(count, max(0, num_pages(left, each, most) - 1)) if any(each) else count
+        held, num_tokens = held_by_kind(plan, params, size, longest or 1), count * size
+        sequences = [(pages + 1) * page for pages, page in zip(held, each, strict=True)]
     else:  # every row has the whole length
         size = slots.buffer_size(plan, max_model_len)
-        sequence = row_bytes = row
-        rows = min(max_num_seqs, left // row_bytes) if row_bytes else max_num_seqs
+        sequences = each = [row]
+        rows = min(max_num_seqs, left // row) if row else max_num_seqs
         num_tokens = rows * max_model_len
     return MemoryPlan(
         weights=target,
         drafter=drafter,
         workspace=workspace,
-        sequence=sequence,
-        token=row_bytes / size,
+        sequence=sum(sequences),
+        token=sum(each) / size,
         block_size=size if reads_pages(plan) else 1,
         num_tokens=num_tokens,
         memory=device.free,
@@ -172,6 +180,8 @@ def plan_memory(
         max_model_len=max_model_len,
         tensor_parallel_size=share,
         splits=() if device.is_host else _splits(plan, share),
+        windowed=sum(each[1:]) / size,
+        in_windows=sum(sequences[1:]),
     )
 
 
@@ -182,7 +192,12 @@ def amount(size: float) -> str:
 
 
 def _num_pages(
-    page: int, settings: Mapping[str, Any], device: Device, held: int, reserved: int
+    each: Sequence[int],
+    most_windowed: int,
+    settings: Mapping[str, Any],
+    device: Device,
+    held: int,
+    reserved: int,
 ) -> int:
     """Return the pages that the pool of ``memory.pool_of`` has for tokens."""
     if settings.get("num_gpu_blocks_override") is not None:
@@ -190,7 +205,7 @@ def _num_pages(
     limit = settings.get("kv_cache_memory_bytes")
     if limit is None:
         limit = device.bytes_for_pages(held, reserved, settings.get("gpu_memory_utilization"))
-    return max(0, limit // page - 1) if page else 2**20 - 1
+    return max(0, num_pages(limit, each, most_windowed) - 1)
 
 
 def _split(tree: Any, share: int) -> int:
@@ -221,23 +236,20 @@ def _divided(plan: Plan, params: Params, share: int) -> int:
     return total
 
 
-def _cache_bytes(plan: Plan, params: Params, size: int, share: int, draft_share: int) -> int:
-    """Return the bytes of ``size`` tokens in the pages of one device.
+def _page_bytes(
+    plan: Plan, params: Params, size: int, share: int, draft_share: int
+) -> tuple[int, ...]:
+    """Return the bytes of a page of ``size`` tokens on one device, for each kind of layers.
 
     The caches of the target are split among ``share`` devices by heads, the others among
     ``draft_share``.
     """
-    if not reads_pages(plan):
-        return 0
-    dtype = dtype_of_pages(params)
-    caches = shapes_of(plan, params, size)
-    target, *others = jax.eval_shape(lambda: allocate(caches, 1, size, dtype))
-    pairs = [(leaf, share) for leaf in jax.tree.leaves(target)]
-    pairs += [(leaf, draft_share) for leaf in jax.tree.leaves(others)]
-    return sum(
-        leaf.size // leaf.shape[1] * -(-leaf.shape[1] // ways) * leaf.dtype.itemsize
-        for leaf, ways in pairs
-    )
+
+    def of(cache: int, leaf: Any) -> int:
+        ways = draft_share if cache else share
+        return leaf.size // leaf.shape[1] * -(-leaf.shape[1] // ways) * leaf.dtype.itemsize
+
+    return bytes_by_kind(plan, params, size, dtype_of_pages(params), of)
 
 
 def _workspace(

@@ -1,11 +1,12 @@
 """The memory of KV caches: pools of pages that the programs of an engine read and write.
 
-The host owns the table of pages. It sends a copy with every launch, so no program allocates memory.
+The host owns the tables of pages, one for each kind of layers. It sends copies with every launch,
+so no program allocates memory.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import entries, kv_cache
+from jspec.core.entries import Entry
 from jspec.core.types import Params
-from jspec.engine.block_pool import NULL_PAGE, BlockPool
+from jspec.engine.block_kind import NULL_PAGE, BlockKind, most_held
+from jspec.engine.block_pool import BlockPool
+from jspec.engine.chunks import TOTALS
 from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
@@ -26,6 +30,7 @@ from jspec.util.values import is_whole
 
 PAGE_SIZE = 64  # tokens: a block of the kernels, and as fast as 128 on a CPU
 _CLEARED = 16  # pages that one program clears
+_LAUNCHES = 3  # of a sequence, before its pages come back: being read, running and next
 
 
 class Pool(Replica):
@@ -34,9 +39,10 @@ class Pool(Replica):
     Args:
       plan: static.
       params: weights.
-      num_pages: pages to begin with, one of which is the null page.
+      num_pages: pages of each kind of layers to begin with, one of which is the null page.
       page_size: tokens of a page.
       most: pages that the pool may grow to, by doubling, when they run out; None for ``num_pages``.
+      most_windowed: most pages of layers with a window, if others have none; None for ``most``.
       enable_prefix_caching: whether sequences that begin alike share pages, if target and drafter
         can begin behind them (``without_prefix``).
       dtype: of keys and values in pages; None for that of the caches.
@@ -53,6 +59,7 @@ class Pool(Replica):
         num_pages: int,
         page_size: int = PAGE_SIZE,
         most: int | None = None,
+        most_windowed: int | None = None,
         enable_prefix_caching: bool = True,
         dtype: jnp.dtype | None = None,
     ):
@@ -68,44 +75,62 @@ class Pool(Replica):
             dtype=dtype,
             in_bits=jax.default_backend() == "cpu",
         )
-        self.buffers = self._allocate(num_pages)
+        self._kinds = _kinds_of(caches)
+        windows, most = kv_cache.kinds(caches), num_pages if most is None else most
+        mosts = dict.fromkeys(windows, most)
+        if len(windows) > 1 and most_windowed is not None:
+            mosts[windows[1]] = min(most, most_windowed)
         self.blocks = BlockPool(
-            num_pages,
-            page_size,
-            window=kv_cache.widest(cache.window for cache in caches),
+            [
+                BlockKind(
+                    min(num_pages, mosts[window]),
+                    page_size,
+                    window=window,
+                    reach=reach(plan),
+                    most=mosts[window],
+                    extend=functools.partial(self._extend, kind),
+                )
+                for kind, window in enumerate(windows)
+            ],
             lookahead=plan.drafter.lookahead,
             shares_prefixes=enable_prefix_caching and not without_prefix(plan, params),
-            most=most,
-            extend=self._extend,
         )
+        self.buffers = self._allocate(self._counts)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(kind.num_pages for kind in self.blocks.kinds)
 
     def fix(self, count: int) -> None:
-        """Have ``count`` pages, or as many as there may be, and never more.
+        """Have ``count`` pages of each kind, or as many as there may be, and never more.
 
         Each number of pages has programs of its own. No sequence may have a page now; no page is
         cached then.
         """
-        blocks = self.blocks
-        blocks.most = max(blocks.num_pages, min(blocks.most, count))
-        blocks.add(blocks.most - blocks.num_pages)
+        for kind in self.blocks.kinds:
+            kind.most = max(kind.num_pages, min(kind.most, count))
+            kind.add(kind.most - kind.num_pages)
         self.renew()
-        self._clear(np.full(_CLEARED, NULL_PAGE, np.int32))  # compile it
+        for kind in range(len(self.blocks.kinds)):
+            self._clear(kind, np.full(_CLEARED, NULL_PAGE, np.int32))  # compile it
         # The process holds the memory of a page from its first use on.
         give_back_zeros(jax.block_until_ready(self.buffers))
 
     def renew(self) -> None:
         """Allocate the buffers anew; no sequence may have a page. No page is cached then."""
-        self._fill(self.blocks.num_pages)
-        self.blocks.reset()
+        self._fill(self._counts)
+        for kind in self.blocks.kinds:
+            kind.reset()
 
     def clean(self) -> None:
         """Clear the pages that sequences got since the last call and that may hold NaN."""
-        pages = self.blocks.pages_to_clear()
-        for first in range(0, len(pages), _CLEARED):
-            ids = np.full(_CLEARED, NULL_PAGE, np.int32)
-            part = pages[first : first + _CLEARED]
-            ids[: len(part)] = part
-            self._clear(ids)
+        for kind, blocks in enumerate(self.blocks.kinds):
+            pages = blocks.pages_to_clear()
+            for first in range(0, len(pages), _CLEARED):
+                ids = np.full(_CLEARED, NULL_PAGE, np.int32)
+                part = pages[first : first + _CLEARED]
+                ids[: len(part)] = part
+                self._clear(kind, ids)
 
     def lend(self, state: DecodeState) -> DecodeState:
         """Return ``state`` with the buffers, for a program that consumes it."""
@@ -121,22 +146,30 @@ class Pool(Replica):
         """True if a program that failed has consumed the buffers."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.buffers))
 
-    def _extend(self, count: int) -> bool:
-        """Have memory for ``count`` pages; return False if there is too little."""
+    def _extend(self, kind: int, count: int) -> bool:
+        """Have memory for ``count`` pages of a kind; return False if there is too little."""
         try:
-            self.buffers = jax.block_until_ready(_extended(self.buffers, count))
+            self._change(kind, lambda buffers: jax.block_until_ready(_extended(buffers, count)))
         except jax.errors.JaxRuntimeError:
             return False
         return True
 
     @everywhere
-    def _fill(self, num_pages: int) -> None:
+    def _fill(self, counts: tuple[int, ...]) -> None:
         self.buffers = ()  # before the new ones: memory may be short
-        self.buffers = self._allocate(num_pages)
+        self.buffers = self._allocate(counts)
 
     @everywhere
-    def _clear(self, pages: np.ndarray) -> None:
-        self.buffers = _cleared(self.buffers, pages)
+    def _clear(self, kind: int, pages: np.ndarray) -> None:
+        self._change(kind, lambda buffers: _cleared(buffers, pages))
+
+    def _change(self, kind: int, function: Callable[[tuple[Entry, ...]], Any]) -> None:
+        """Replace the buffers of one kind of layers."""
+        layers, structure = jax.tree.flatten(self.buffers, is_leaf=_is_entry)
+        mine = [index for index, each in enumerate(self._kinds) if each == kind]
+        for index, entry in zip(mine, function(tuple(layers[i] for i in mine)), strict=True):
+            layers[index] = entry
+        self.buffers = structure.unflatten(layers)
 
 
 def reads_pages(plan: Plan) -> bool:
@@ -179,7 +212,7 @@ def shapes_of(plan: Plan, params: Params, capacity: int) -> list[kv_cache.KVCach
 
 def allocate(
     caches: Sequence[kv_cache.KVCache],
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     dtype: jnp.dtype | None = None,
     *,
@@ -198,16 +231,65 @@ def allocate(
     return jax.jit(pools)()
 
 
-def page_bytes(plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None) -> int:
-    """Return the bytes of one page in all caches, on each device of the mesh that is set."""
-    pages = jax.eval_shape(lambda: allocate(shapes_of(plan, params, size), 1, size, dtype))
-    leaves = jax.tree.leaves(entries.settled(pages))
-    shapes = [
-        leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves
-    ]
-    return sum(
-        math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True)
+def page_bytes(
+    plan: Plan, params: Params, size: int, dtype: jnp.dtype | None = None
+) -> tuple[int, ...]:
+    """Return the bytes of a page of each kind of layers, on each device of the mesh that is set."""
+
+    def of(_: int, leaf: Any) -> int:
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return bytes_by_kind(plan, params, size, dtype, of)
+
+
+def bytes_by_kind(
+    plan: Plan,
+    params: Params,
+    size: int,
+    dtype: jnp.dtype | None,
+    of: Callable[[int, Any], int],
+) -> tuple[int, ...]:
+    """Return the bytes of a page of each kind of layers.
+
+    ``of`` returns those of an array, from the number of its cache (0 for the target's) and its
+    shape.
+    """
+    caches = shapes_of(plan, params, size)
+    windows, kinds = kv_cache.kinds(caches), iter(_kinds_of(caches))
+    one_each = (1,) * len(windows)
+    pools = entries.settled(jax.eval_shape(lambda: allocate(caches, one_each, size, dtype)))
+    totals = [0] * len(windows)
+    for number, pool in enumerate(pools):
+        for entry in jax.tree.leaves(pool, is_leaf=_is_entry):
+            totals[next(kinds)] += sum(of(number, leaf) for leaf in jax.tree.leaves(entry))
+    return tuple(totals)
+
+
+def reach(plan: Plan) -> int:
+    """Return the tokens that a sequence may write before its pages behind a window are free."""
+    return max(TOTALS[-1], _LAUNCHES * Profile().rounds * (plan.drafter.max_depth + 1))
+
+
+def held_by_kind(plan: Plan, params: Params, size: int, num_tokens: int) -> tuple[int, ...]:
+    """Return the most pages of each kind that a text of ``num_tokens`` holds at a time."""
+    windows = kv_cache.kinds(shapes_of(plan, params, size))
+    return tuple(most_held(num_tokens, size, window, reach(plan)) for window in windows)
+
+
+def _kinds_of(caches: Sequence[kv_cache.KVCache]) -> tuple[int, ...]:
+    """Return the kind of each layer with pages, in the order of the buffers."""
+    count = len(kv_cache.kinds(caches))
+    return tuple(
+        cache.kind_of(layer) % count
+        for cache in caches
+        for layer, entry in enumerate(cache.layers)
+        if entry.has_pages
     )
+
+
+def _is_entry(x: Any) -> bool:
+    return isinstance(x, Entry)
 
 
 @functools.partial(jax.jit, static_argnames="count")

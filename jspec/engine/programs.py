@@ -131,7 +131,7 @@ class Programs:
 
     def _launches(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the launches of a profile, of every draft length."""
-        engine, (request, shared, state, table) = self._engine, self._shapes(profile)
+        engine, (request, shared, state, tables) = self._engine, self._shapes(profile)
         for chosen in engine.runner.launch_plans(engine.num_slots):
             lower = functools.partial(
                 launch.lower,
@@ -143,7 +143,7 @@ class Programs:
                 state,
                 np.int32(1),  # number of rounds
                 np.zeros(engine.num_slots, bool),  # watched rows
-                table,
+                tables,
                 chosen.budget,
             )
             yield ("launch", chosen.plan, profile), lower
@@ -176,12 +176,12 @@ class Programs:
 
     def _rounds(self, profile: Profile) -> Iterator[tuple[Any, Lowering]]:
         """Yield the two programs of a round between which the host follows grammars."""
-        engine, (request, shared, state, table) = self._engine, self._shapes(profile)
+        engine, (request, shared, state, tables) = self._engine, self._shapes(profile)
         for chosen in engine.runner.launch_plans(engine.num_slots):
             plan, inputs = chosen.plan, (engine.params, request, shared, state)
-            lower = functools.partial(draft_alone.lower, plan, *inputs, table)
+            lower = functools.partial(draft_alone.lower, plan, *inputs, tables)
             yield ("draft", plan, _form(request)), lower
-            state_after, halfway = draft_alone.eval_shape(plan, *inputs, table)
+            state_after, halfway = draft_alone.eval_shape(plan, *inputs, tables)
             state_after, halfway = state_after.settled(), sharding.whole(halfway)
             shape = *halfway.draft.tokens.shape, num_words(engine.plan.target.vocab_size)
             lower = functools.partial(
@@ -193,13 +193,13 @@ class Programs:
                 halfway,
                 np.zeros(shape, np.uint32),
                 np.zeros(shape[0], bool),
-                table,
+                tables,
             )
             yield ("verify", plan, profile), lower
 
     def _prefills(self, scoring: Scoring | None) -> Iterator[tuple[Any, Lowering]]:
         engine, scoring = self._engine, scoring if scoring and scoring.prompt else None
-        _, _, state, table = self._shapes(Profile())
+        _, _, state, tables = self._shapes(Profile())
         for size in chunks.sizes(engine.num_slots, scoring):
             if size.width > chunks.TOTALS[0] and size.width // 2 >= engine.capacity:
                 continue  # no prompt is as long
@@ -212,7 +212,7 @@ class Programs:
                 *arrays,
                 np.zeros(size.rows, np.int32),
                 scoring,
-                table,
+                tables,
             )
             yield ("prefill", size, scoring), lower
 
@@ -225,7 +225,7 @@ class Programs:
         return self._engine.plan.target.vocab_size
 
     def _shapes(self, profile: Profile) -> tuple[Request, Shared, DecodeState, Any]:
-        """Return the shapes of request, shared state and state, and an empty table of pages."""
+        """Return the shapes of request, shared state and state, and empty tables of pages."""
         engine, rows = self._engine, [None] * self._engine.num_slots
         request = slots.with_keys.eval_shape(*self._words(profile))
         capacity = slots.buffer_size(engine.plan, engine.capacity)
@@ -241,8 +241,8 @@ class Programs:
             state = state.replace(pools=pools)
         shared = jax.eval_shape(functools.partial(init_shared, engine.plan))
         request, shared = sharding.whole((request, shared))
-        table = block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
-        return request, shared, state.settled(), table
+        tables = block_table.rows_of(rows, engine.scheduler.pool, engine.capacity)
+        return request, shared, state.settled(), tables
 
 
 def _compile(lowerings: Sequence[Lowering], on_progress: Callable[[int, int], None]) -> None:

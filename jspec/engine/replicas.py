@@ -193,9 +193,8 @@ class Replicas:
         text = np.asarray(sequence.prompt, np.int32)
 
         def num_cached(index: int) -> int:
-            return len(
-                BlockTable(self.engines[index].scheduler.pool, cache_salt).cached_pages(text)
-            )
+            table = BlockTable(self.engines[index].scheduler.pool, cache_salt)
+            return table.num_cached_pages(text)
 
         return max(least, key=num_cached)
 

@@ -48,11 +48,11 @@ class DecodeState:
     # The pools of the caches above, in order, where these have pages: what ``launch`` attaches.
     pools: tuple[Any, ...] = ()
 
-    def attached(self, table: Array | None) -> "DecodeState":
-        """Return the state with its pools in the caches; the state itself without a ``table``."""
-        if table is None:
+    def attached(self, tables: tuple[Array, ...] | None) -> "DecodeState":
+        """Return the state with its pools in the caches; the state itself without ``tables``."""
+        if tables is None:
             return self
-        cache, memory = kv_cache.attach((self.cache, self.memory), self.pools, table)
+        cache, memory = kv_cache.attach((self.cache, self.memory), self.pools, tables)
         return self.replace(cache=cache, memory=memory, pools=())
 
     def detached(self) -> "DecodeState":
@@ -60,9 +60,9 @@ class DecodeState:
         (cache, memory), pools = kv_cache.detach((self.cache, self.memory))
         return self.replace(cache=cache, memory=memory, pools=pools)
 
-    def settled(self, table: Array | None = None) -> "DecodeState":
-        """Return the state as it lies between programs; ``table`` is that of ``attached``."""
-        return entries.settled(self if table is None else self.detached())
+    def settled(self, tables: tuple[Array, ...] | None = None) -> "DecodeState":
+        """Return the state as it lies between programs; ``tables`` as of ``attached``."""
+        return entries.settled(self if tables is None else self.detached())
 
     @property
     def num_cached(self) -> Array:

@@ -12,6 +12,7 @@ from jspec.core.logprobs import Logprobs
 from jspec.core.types import Params, Shared
 from jspec.engine import faults, slots
 from jspec.engine.batch_request import BatchRequest, Members
+from jspec.engine.block_table import Tables
 from jspec.engine.chunks import Chunk
 from jspec.engine.compile_ahead import CompileAhead
 from jspec.engine.launches import Launch, shapes_of_captured
@@ -131,7 +132,7 @@ class Runner:
         if speculation is not None:
             speculation.forget(sequence.slot)
 
-    def compile_launch(self, seated: Members, table: np.ndarray | None) -> None:
+    def compile_launch(self, seated: Members, tables: Tables | None) -> None:
         """Compile the first launch of these rows in a thread, while their prompts are prefilled."""
         profiles, sequences = self.request.profiles, [each for each in seated if each is not None]
         is_alone = self.worker.channel is None  # other processes would not compile meanwhile
@@ -142,15 +143,15 @@ class Runner:
 
         def lower() -> jax.stages.Lowered:
             chosen = self.choose(seated)
-            return self.worker.lower_launch(chosen.plan.length, profile, table, chosen.budget)
+            return self.worker.lower_launch(chosen.plan.length, profile, tables, chosen.budget)
 
         self._ahead.begin((profile, len(seated)), lower)
 
-    def prefill(self, chunk: Prefill, table: np.ndarray | None) -> Logprobs | None:
+    def prefill(self, chunk: Prefill, tables: Tables | None) -> Logprobs | None:
         """Prefill chunks of prompts; return their scores, if asked for."""
         self._clean()
         self._is_alone = False
-        scores = self.worker.prefill(chunk.arrays, chunk.rows, chunk.scoring, table)
+        scores = self.worker.prefill(chunk.arrays, chunk.rows, chunk.scoring, tables)
         self.prefills[chunk.size] += 1
         return scores
 
@@ -161,19 +162,21 @@ class Runner:
         members: Members,
         seated: Members,
         watched: np.ndarray,
-        table: np.ndarray | None,
+        tables: Tables | None,
     ) -> Dispatched:
         """Dispatch a launch of up to ``rounds`` rounds; it ends as soon as a watched row does."""
         profile = self._profile(seated, follows=False)
         self._clean()
         self._ahead.wait()
-        ran = self.worker.launch(chosen.plan.length, profile, rounds, watched, table, chosen.budget)
+        ran = self.worker.launch(
+            chosen.plan.length, profile, rounds, watched, tables, chosen.budget
+        )
         begin = time.perf_counter() if self._is_alone else None
         self._is_alone = True
         return Dispatched(ran, members, rounds * (self.plan.drafter.max_depth + 1), chosen, begin)
 
     def follow(
-        self, chosen: LaunchPlan, members: Members, seated: Members, table: np.ndarray | None
+        self, chosen: LaunchPlan, members: Members, seated: Members, tables: Tables | None
     ) -> Dispatched:
         """Run a round in two programs; in between the host makes masks for the draft.
 
@@ -181,9 +184,9 @@ class Runner:
         """
         profile = self._profile(seated, follows=True)
         self._clean()
-        draft = self.worker.draft(chosen.plan.length, table)
+        draft = self.worker.draft(chosen.plan.length, tables)
         bits, used = self._masks(draft, members)
-        ran = self.worker.verify(chosen.plan.length, profile, bits, used, table)
+        ran = self.worker.verify(chosen.plan.length, profile, bits, used, tables)
         self._is_alone = False
         return Dispatched(ran, members, self.plan.drafter.max_depth + 1, chosen, None)
 

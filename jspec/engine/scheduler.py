@@ -7,7 +7,7 @@ import heapq
 import itertools
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from jspec.core.logprobs import Scoring
 from jspec.engine import block_table, chunks, faults
 from jspec.engine.block_pool import BlockPool
+from jspec.engine.block_table import Tables
 from jspec.engine.chunks import Arrays, Chunk
 from jspec.engine.sequence import EngineSequence
 from jspec.util.values import bucket
@@ -217,6 +218,13 @@ class Scheduler:
         rows = np.full(size.rows, len(self.slots), np.int32)
         rows[: len(sequences)] = [sequence.slot for sequence in sequences]
         arrays = chunks.assemble(texts, starts[: size.rows], size)
+        for sequence, count in zip(sequences, arrays.valid, strict=False):
+            if not sequence.table.grow(sequence.num_prefilled + int(count)):
+                if len(self.seated) == 1:
+                    self.fail(sequence, self.no_memory())
+                else:
+                    self.preempt(self.prefilling)
+                return self.next_prefill(buffer_size)
         return Prefill(size, sequences, arrays, rows, scoring)
 
     def advance(self, prefill: Prefill) -> None:
@@ -250,7 +258,7 @@ class Scheduler:
                 return sequence
         return None
 
-    def table(self, most_tokens: int) -> np.ndarray | None:
+    def tables(self, most_tokens: int) -> Tables | None:
         """Return the pages of all slots, for texts of up to ``most_tokens``."""
         tables = [None if sequence is None else sequence.table for sequence in self.slots]
         return block_table.rows_of(tables, self.pool, most_tokens)
@@ -285,15 +293,14 @@ class Scheduler:
         sequence.fail(error)
         self.leave(sequence)
 
-    def preempt(self) -> bool:
-        """Free the slot and the pages of the youngest sequence; return False if there is none."""
-        if not any(self.slots):
-            return False
-        sequence = max(self.seated)
-        sequence.num_preemptions += 1
-        self.leave(sequence)
-        self.queue(sequence)
-        return True
+    def preempt(self, among: Sequence[EngineSequence] | None = None) -> bool:
+        """Free slot and pages of the youngest sequence; return False if there is none."""
+        sequence = max(self.seated if among is None else among, default=None)
+        if sequence is not None:
+            sequence.num_preemptions += 1
+            self.leave(sequence)
+            self.queue(sequence)
+        return sequence is not None
 
     def restart(self, sequences: Iterable[EngineSequence]) -> list[EngineSequence]:
         """Queue sequences of slots that the device does not have; return the unfinished ones."""
@@ -307,4 +314,4 @@ class Scheduler:
 
     def no_memory(self) -> MemoryError:
         """Return the error of a text that all pages do not suffice for."""
-        return faults.of_memory((self.pool.most - 1) * self.pool.size)
+        return faults.of_memory(self.pool.most_tokens)

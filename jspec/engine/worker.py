@@ -14,6 +14,7 @@ from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import Draft, Params, Request, Shared
 from jspec.engine import slots
 from jspec.engine.batch_request import NewRequest
+from jspec.engine.block_table import Tables
 from jspec.engine.budget import Budget
 from jspec.engine.chunks import Arrays
 from jspec.engine.launches import Launch
@@ -128,7 +129,7 @@ class Worker(Replica):
         arrays: Arrays,
         rows: np.ndarray,
         scoring: Scoring | None,
-        table: np.ndarray | None,
+        tables: Tables | None,
     ) -> Logprobs | None:
         """Prefill chunks of prompts; return their scores, if asked for."""
         # Leave the states of grammars out: they would compile another program.
@@ -141,7 +142,7 @@ class Worker(Replica):
             *arrays,
             rows,
             scoring,
-            table,
+            tables,
         )
         self._take_back(state.replace(history=state.history.replace(state=grammar_states)))
         return scores
@@ -153,7 +154,7 @@ class Worker(Replica):
         profile: Profile,
         rounds: int,
         watched: np.ndarray,
-        table: np.ndarray | None,
+        tables: Tables | None,
         budget: Budget | None,
     ) -> Launch:
         """Run up to ``rounds`` rounds with K = ``length``; see ``loop.launch``."""
@@ -166,7 +167,7 @@ class Worker(Replica):
             self._lent(),
             np.int32(rounds),
             watched,
-            table,
+            tables,
             budget,
         )
         self._take_back(state)
@@ -176,7 +177,7 @@ class Worker(Replica):
         self,
         length: int | None,
         profile: Profile,
-        table: np.ndarray | None,
+        tables: Tables | None,
         budget: Budget | None,
     ) -> jax.stages.Lowered:
         """Lower the program of ``launch``; nothing runs."""
@@ -189,15 +190,15 @@ class Worker(Replica):
             self._lent(),
             np.int32(0),
             np.zeros(self.width, bool),
-            table,
+            tables,
             budget,
         )
 
     @everywhere
-    def draft(self, length: int | None, table: np.ndarray | None) -> Draft:
+    def draft(self, length: int | None, tables: Tables | None) -> Draft:
         """Run the first half of a round, for ``verify``."""
         state, self._halfway = draft_alone(
-            self._plan_of(length), self.params, self.request, self.shared, self._lent(), table
+            self._plan_of(length), self.params, self.request, self.shared, self._lent(), tables
         )
         self._take_back(state)
         return self._halfway.whole
@@ -209,7 +210,7 @@ class Worker(Replica):
         profile: Profile,
         bits: np.ndarray,
         used: np.ndarray,
-        table: np.ndarray | None,
+        tables: Tables | None,
     ) -> Launch:
         """Run the second half of a round, under masks of the host; see ``verify_alone``."""
         self.shared, state, ran = verify_alone(
@@ -222,7 +223,7 @@ class Worker(Replica):
             self._halfway,
             bits,
             used,
-            table,
+            tables,
         )
         self._take_back(state)
         self._halfway = None

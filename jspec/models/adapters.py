@@ -81,7 +81,7 @@ class CachedTarget(AdaptedTarget):
             AttentionKV.empty(batch, heads, capacity, size, jnp.dtype(dtype))
             for heads, size, dtype in self.entries
         )
-        return kv_cache.empty(batch, layers)
+        return kv_cache.empty(batch, layers, windows=self.windows)
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""

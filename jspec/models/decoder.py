@@ -303,8 +303,7 @@ def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVC
     """Return an empty cache of ``capacity`` slots per row."""
     dtype = jnp.dtype(config.cache_dtype)
     entries = [layer.mixer.entry(batch, capacity, dtype) for layer in config.layers]
-    window = kv_cache.widest(config.windows)
-    return kv_cache.empty(batch, entries, window=window)
+    return kv_cache.empty(batch, entries, windows=config.windows)
 
 
 def forward(

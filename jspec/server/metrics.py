@@ -127,7 +127,8 @@ class Observer(Collector):
         used, free = sum(each.num_used for each in blocks), sum(each.num_free for each in blocks)
         yield self._gauge("jspec:pages_used", "Pages that sequences hold.", used)
         yield self._gauge("jspec:pages_free", "Pages that none holds.", free)
-        config = {"block_size": blocks[0].size, "num_gpu_blocks": used + free}
+        count = sum(each.kinds[0].num_pages - 1 for each in blocks)
+        config = {"block_size": blocks[0].size, "num_gpu_blocks": count}
         labels = self._labels | {name: str(value) for name, value in config.items()}
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "Sizes of the KV cache.", labels=list(labels)

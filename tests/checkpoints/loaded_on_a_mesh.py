@@ -74,8 +74,9 @@ def check_memory(llm) -> None:
     bytes_of = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     assert planned.weights == bytes_of(llm.build.params.target)
     assert planned.drafter == bytes_of(llm.build.params.drafter)
-    assert planned.token * pool.blocks.size * pool.blocks.num_pages == bytes_of(pool.buffers)
-    assert planned.num_tokens == (pool.blocks.most - 1) * pool.blocks.size
+    (kind,) = pool.blocks.kinds
+    assert planned.token * kind.size * kind.num_pages == bytes_of(pool.buffers)
+    assert planned.num_tokens == pool.blocks.most_tokens
 
 
 def main(target: str, head: str, gguf: str):

@@ -325,12 +325,12 @@ def test_a_grammar_that_fails_while_it_is_followed_ends_its_own_request(error):
 def test_an_error_of_the_host_costs_others_neither_pages_nor_the_texts_of_the_past(monkeypatch):
     served = made("suffix")
     finished(served, [served.submit(ROWS[1])])
-    pages, drafted = dict(served.pool.blocks._cached), served.shared
+    pages, drafted = dict(served.pool.blocks.kinds[0]._cached), served.shared
     guilty = dataclasses.replace(ROWS[0], logits_processors=(raises_in_a_batch,))
     ticket = served.submit(guilty)
     finished(served, [ticket])
     assert "ZeroDivisionError: of a user" in str(ticket.error)
-    assert pages.items() <= served.pool.blocks._cached.items()
+    assert pages.items() <= served.pool.blocks.kinds[0]._cached.items()
     jax.tree.map(np.testing.assert_array_equal, served.shared, drafted)
 
 

@@ -64,7 +64,7 @@ def test_shapes_say_what_the_loaded_model_and_its_pool_have(paths, method, given
     assert planned.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(params.target))
     assert planned.drafter == sum(leaf.nbytes for leaf in jax.tree.leaves(params.drafter))
     blocks, buffers = llm.runtime.pools[0].blocks, llm.runtime.pools[0].buffers
-    assert planned.num_tokens == (blocks.most - 1) * blocks.size
+    assert planned.num_tokens == blocks.most_tokens
     assert planned.token == sum(leaf[0].nbytes for leaf in jax.tree.leaves(buffers)) / blocks.size
 
 

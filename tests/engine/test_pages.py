@@ -18,6 +18,7 @@ from jspec.core.types import Params
 from jspec.drafters import DraftModel
 from jspec.engine import chunks, memory, pages, slots
 from jspec.engine import functional as host
+from jspec.engine.block_kind import BlockKind
 from jspec.engine.block_pool import BlockPool
 from jspec.engine.block_table import BlockTable
 from jspec.engine.chunks import Chunk
@@ -60,7 +61,8 @@ def run(engine, rows, **options):
     while not engine.is_idle:
         engine.step()
     engine.settle()
-    assert engine.pool.blocks.num_used == 0 and not engine.pool.blocks.ref_counts.any()
+    assert engine.pool.blocks.num_used == 0
+    assert not any(kind.ref_counts.any() for kind in engine.pool.blocks.kinds)
     return tickets
 
 
@@ -137,7 +139,7 @@ def test_a_row_of_a_head_is_not_shared_with_a_text_whose_next_token_differs():
 
     def digests(text, ahead):
         added = []
-        BlockPool(2, 4, lookahead=ahead).add_digests(added, np.array(text), "")
+        BlockPool([BlockKind(2, 4)], lookahead=ahead).add_digests(added, np.array(text), "")
         return added
 
     assert digests([*same, 1], 0) == digests([*same, 2], 0)
@@ -278,7 +280,7 @@ def test_a_pool_grows_as_sequences_need_it_and_not_beyond_its_limit():
     expected = texts(run(paged(plan, params, AMPLE), sequences()))
     engine = paged(plan, params, 2, most=40)
     assert texts(run(engine, sequences())) == expected
-    assert 20 < len(engine.pool.blocks.ref_counts) <= 40
+    assert 20 < engine.pool.blocks.kinds[0].num_pages <= 40
 
 
 def test_a_text_ends_with_an_error_where_memory_runs_out_and_the_engine_stays_usable(monkeypatch):
@@ -322,14 +324,15 @@ def test_a_listener_that_raises_ends_its_own_text_alone():
 
 def consistent(pool, tables, contents):
     """Check the counts of sequences, and that cached pages hold the text of their digests."""
-    assert pool.window or not any(0 in table.pages for table in tables)
-    held = [page for table in tables for page in table.pages if page]
-    counts = np.bincount(held, minlength=pool.num_pages)
-    np.testing.assert_array_equal(pool.ref_counts, counts)
-    assert counts[0] == 0 and pool.num_used == (counts > 0).sum()
-    assert pool.num_free + pool.num_used == pool.num_pages - 1
-    for digest, page in pool._cached.items():
-        assert contents[page] == digest and pool._digests[page] == digest
+    for index, (kind, held) in enumerate(zip(pool.kinds, contents, strict=True)):
+        lists = [table.pages[index] for table in tables]
+        assert kind.window or not any(0 in pages for pages in lists)
+        counts = np.bincount([p for pages in lists for p in pages if p], minlength=kind.num_pages)
+        np.testing.assert_array_equal(kind.ref_counts, counts)
+        assert counts[0] == 0 and kind.num_used == (counts > 0).sum()
+        assert kind.num_free + kind.num_used == kind.num_pages - 1
+        for digest, page in kind._cached.items():
+            assert held[page] == digest and kind._digests[page] == digest
 
 
 @settings(max_examples=25)
@@ -337,12 +340,14 @@ def consistent(pool, tables, contents):
     st.integers(0, 2**32 - 1),
     st.integers(6, 40),
     st.integers(1, 5),
-    st.sampled_from([None, None, 1, 4, 7]),
+    st.sampled_from([(None,), (1,), (4,), (None, 4), (None, 7)]),
 )
-def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size, window):
+def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, size, windows):
     rng = np.random.default_rng(seed)
-    pool = BlockPool(count, size, window=window, lookahead=1)
-    running, contents = [], {}
+    counts = [count, int(rng.integers(4, count))]
+    kinds = [BlockKind(n, size, window=w) for n, w in zip(counts, windows, strict=False)]
+    pool = BlockPool(kinds, lookahead=1)
+    running, contents = [], [{} for _ in kinds]
     for _ in range(400):
         act = rng.integers(0, 10)
         if act < 4:  # a sequence comes, with one of few beginnings
@@ -353,35 +358,38 @@ def test_random_sequences_never_lose_share_wrongly_or_leak_a_page(seed, count, s
                 assert not table.pages
                 continue
             assert num_cached % size == 0 and num_cached <= max(len(text) - 2, 0)
-            cached, first = num_cached // size, pool.unseen(num_cached)
-            for index, (page, digest) in enumerate(
-                zip(table.pages[:cached], table.digests, strict=False)
-            ):
-                assert page == 0 if index < first else contents[page] == digest
+            cached = num_cached // size
+            for kind, pages, held in zip(kinds, table.pages, contents, strict=True):
+                first = kind.unseen(num_cached)
+                assert not any(pages[:first])
+                assert [held[page] for page in pages[first:cached]] == table.digests[first:cached]
             running.append([table, text])
         elif running and act < 8:  # one grows
             table, text = running[rng.integers(0, len(running))]
             grown = np.append(text, rng.integers(0, 2, rng.integers(1, 3 * size)).astype(np.int32))
             if table.grow(len(grown)):
                 next(pair for pair in running if pair[0] is table)[1] = grown
-                filled = list(table.pages)
+                filled = [list(pages) for pages in table.pages]
                 table.advance(grown, len(grown) - 1)
-                seen = range(max(len(grown) - (window or len(grown)), 0), len(grown) - 1)
-                assert all(table.pages[position // size] for position in seen)
-                assert window is None or sum(map(bool, table.pages)) <= window // size + 2
-                pairs = zip(filled, table.digests, strict=False)
-                contents |= {a: b for a, b in pairs if pool._digests.get(a) == b}
+                for kind, pages, old, held in zip(
+                    kinds, table.pages, filled, contents, strict=True
+                ):
+                    seen = range(max(len(grown) - (kind.window or 10**6), 0), len(grown) - 1)
+                    assert all(pages[position // size] for position in seen)
+                    assert not kind.window or sum(map(bool, pages)) <= kind.window // size + 2
+                    pairs = zip(old, table.digests, strict=False)
+                    held |= {a: b for a, b in pairs if kind._digests.get(a) == b}
         elif running:  # one ends, is aborted or preempted
             table, _ = running.pop(rng.integers(0, len(running)))
             table.free()
         consistent(pool, [table for table, _ in running], contents)
     for table, _ in running:
         table.free()
-    assert pool.num_used == 0 and pool.num_free == count - 1
+    assert pool.num_used == 0 and pool.num_free == sum(kind.num_pages - 1 for kind in kinds)
 
 
 def test_the_page_that_was_freed_first_is_evicted_first_and_the_end_of_a_text_before_its_start():
-    pool = BlockPool(8, 2, lookahead=1)
+    pool = BlockPool([BlockKind(8, 2)], lookahead=1)
     first, second = BlockTable(pool), BlockTable(pool)
     texts = np.arange(7, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
     for table, text in zip((first, second), texts, strict=True):
@@ -391,7 +399,7 @@ def test_the_page_that_was_freed_first_is_evicted_first_and_the_end_of_a_text_be
     def num_cached(text):
         digests = []
         pool.add_digests(digests, text, "")
-        return len(pool.cached(digests))
+        return pool.num_cached(digests)
 
     first.free()
     second.free()
@@ -404,17 +412,27 @@ def test_the_page_that_was_freed_first_is_evicted_first_and_the_end_of_a_text_be
 
 
 SLIDING = decoder.Decoder(networks.changed(tiny.TARGET.config, windows=(9, 6)))
+MIXED = decoder.Decoder(networks.changed(tiny.TARGET.config, windows=(None, 6)))
+SLIDING_DRAFT = DraftModel(networks.changed(tiny.DRAFT_CONFIG, windows=(9,)), 4)
+LONG = decoder.Decoder(dataclasses.replace(MIXED.config, max_positions=1024))
+WINDOWED = {  # target, drafter, the windows of the kinds of layers, and sizes of pages
+    "ngram": (SLIDING, tiny.NGRAM, (9,), (1,)),
+    "draft_model": (SLIDING, SLIDING_DRAFT, (9,), (3, 4)),
+    "mixed": (MIXED, tiny.NGRAM, (None, 6), (1,)),
+    "mixed with a draft_model": (MIXED, SLIDING_DRAFT, (None, 9), (4,)),
+    "draft_model without windows": (SLIDING, tiny.DRAFT, (None, 9), (3,)),
+}
 
 
-@pytest.mark.parametrize("drafter", [tiny.NGRAM, tiny.DRAFT], ids=["ngram", "draft_model"])
-def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(drafter):
-    if drafter is tiny.DRAFT:
-        drafter = DraftModel(networks.changed(tiny.DRAFT_CONFIG, windows=(7,)), 4)
-    plan, params = Plan(SLIDING, drafter, "coupled"), tiny.params()
+@pytest.mark.parametrize("case", WINDOWED)
+def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(case):
+    target, drafter, windows, sizes = WINDOWED[case]
+    plan, params = Plan(target, drafter, "coupled"), tiny.params()
     rows = sequences()
     expected = [answer.tokens.tolist() for answer in host.generate_sequences(plan, params, rows)]
-    for size in (1, 3, 4):
+    for size in sizes:
         engine, most = paged(plan, params, 160, size), 0
+        assert tuple(kind.window for kind in engine.pool.blocks.kinds) == windows
         for is_warm in (False, True):
             before, tickets = (
                 engine.pool.blocks.hits,
@@ -429,31 +447,72 @@ def test_texts_of_sliding_windows_are_the_same_while_pages_come_back(drafter):
         assert most <= -(-9 // size) + -(-15 // size) + 1
     scarce = paged(plan, params, SCARCE)
     tickets = run(scarce, rows, rounds=2)
-    assert texts(tickets) == expected and scarce.pool.blocks.num_free == SCARCE - 1
+    assert texts(tickets) == expected
+    assert all(kind.num_free == SCARCE - 1 for kind in scarce.pool.blocks.kinds)
 
 
 def _num_held(ticket):
-    return sum(map(bool, ticket.table.pages))
+    return sum(map(bool, ticket.table.pages[-1]))  # those of layers with windows
 
 
 def test_a_prefix_is_shared_if_the_pages_that_its_first_query_sees_are_cached():
-    pool = BlockPool(13, 2, window=4, lookahead=1)
+    pool = BlockPool([BlockKind(13, 2, window=4)], lookahead=1)
     table, text = BlockTable(pool), np.arange(20, dtype=np.int32)
     assert table.allocate(text[:12]) == 0
     table.advance(text, 11)
-    assert [bool(page) for page in table.pages] == [False] * 4 + [True] * 2
+    assert [bool(page) for page in table.pages[0]] == [False] * 4 + [True] * 2
     table.free()
     BlockTable(pool).allocate(np.full(18, 50, np.int32))  # evicts all but the last of the text
     again = BlockTable(pool)
     assert again.allocate(text[:12]) == 10
-    assert again.pages[:3] == [0, 0, 0] and all(again.pages[3:])
+    assert again.pages[0][:3] == [0, 0, 0] and all(again.pages[0][3:])
 
 
-def test_models_that_mix_layers_with_and_without_a_window_keep_all_pages():
-    mixed = decoder.Decoder(networks.changed(tiny.TARGET.config, windows=(6, None)))
-    for target, drafter in ((mixed, tiny.NGRAM), (SLIDING, tiny.DRAFT)):
-        pool = Pool(Plan(target, drafter), tiny.params(), num_pages=4)
-        assert pool.blocks.window is None
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_a_long_text_holds_few_pages_in_layers_with_a_window(is_scarce, monkeypatch):
+    """Scarce pages are fewer than four prefills need, and no text has any before; some give way."""
+    length, most_windowed = (200, 6) if is_scarce else (900, 40)
+    if is_scarce:
+        monkeypatch.setattr(BlockKind, "first_pages", lambda *given: given[-1])
+        monkeypatch.setattr(BlockKind, "most_held", lambda *_: 0)
+    plan, params = Plan(LONG, tiny.NGRAM, "coupled"), tiny.params()
+    prompt = np.random.default_rng(3).integers(1, tiny.VOCAB, length).tolist()
+    rows = [host.SequenceParams((*prompt, n), max_tokens=60) for n in range(3)]
+    for seed in (4, 5, 6):
+        other = np.random.default_rng(seed).integers(1, tiny.VOCAB, length)
+        rows.append(host.SequenceParams(tuple(other.tolist()), max_tokens=60))
+    expected = [answer.tokens.tolist() for answer in host.generate_sequences(plan, params, rows)]
+    pool = Pool(plan, params, num_pages=80, page_size=64, most_windowed=most_windowed)
+    engine = Engine(plan, params, num_slots=4, capacity=1024, shared=(), pool=pool)
+    tickets, most = [engine.submit(row, rounds=4) for row in rows], 0
+    while not engine.is_idle:
+        engine.step()
+        most = max([most, *(_num_held(ticket) for ticket in engine.scheduler.seated)])
+    assert texts(tickets) == expected and pool.blocks.num_used == 0
+    # All tokens would have 15 pages. A pass of 512 has 8, and the window one more.
+    assert most <= 9
+    assert pool.blocks.hits >= 2 * (length // 64) * 64
+    whole, windowed = pages.page_bytes(plan, params, 64)
+    leaves = jax.tree.leaves(pool.buffers)
+    assert sum(leaf.nbytes for leaf in leaves) == 80 * whole + most_windowed * windowed
+    assert (sum(ticket.num_preemptions for ticket in tickets) > 0) == is_scarce
+
+
+def test_a_prefix_is_shared_if_every_kind_of_layers_has_the_pages_that_it_needs():
+    kinds = [BlockKind(20, 2), BlockKind(8, 2, window=4)]
+    pool = BlockPool(kinds, lookahead=1)
+    table, text = BlockTable(pool), np.arange(20, dtype=np.int32)
+    table.allocate(text[:2])
+    for length in range(2, 13, 2):  # as a prefill in passes of two tokens
+        assert table.grow(length)
+        table.advance(text[: length + 1], length)
+    assert [sum(map(bool, held)) for held in table.pages] == [6, 2]
+    table.free()
+    assert BlockTable(pool).num_cached_pages(text) == 6
+    kinds[1].evict(kinds[1].cached(table.digests[:6])[-1:])
+    assert BlockTable(pool).num_cached_pages(text) == 5
+    kinds[1].clear_cache()
+    assert BlockTable(pool).num_cached_pages(text) == 0  # though the other kind has all pages
 
 
 @pytest.mark.slow
@@ -489,9 +548,9 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     dtype = dtype_of(jnp.zeros(0, stored))
     layers = [AttentionKV.empty(batch, heads, 24, dim, dtype) for _ in range(2)]
     plain = kv_cache.empty(batch, layers)
-    pools = kv_cache.allocate_pool(plain, 20, page, in_bits=stored == jnp.uint16)
+    pools = kv_cache.allocate_pool(plain, (20,), page, in_bits=stored == jnp.uint16)
     table = rng.permutation(np.arange(1, 19)).reshape(batch, 6).astype(np.int32)
-    cache = kv_cache.KVCache(pools, jnp.zeros(batch, jnp.int32), table)
+    cache = kv_cache.KVCache(pools, jnp.zeros(batch, jnp.int32), (table,))
     for _ in range(4):
         new = lambda: jnp.asarray(rng.normal(size=(batch, heads, 6, dim)), dtype)
         fresh = tuple(AttentionKV(new(), new()) for _ in range(2))
@@ -516,11 +575,11 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
 def test_a_prefill_writes_its_pages_without_copying_the_pool(dtype, size):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
     pool = Pool(plan, params, num_pages=23, page_size=16, dtype=dtype)
-    table = jnp.arange(1, 13).reshape(3, 4)
+    tables = (jnp.arange(1, 13).reshape(3, 4),)
     state = slots.allocate(plan, params, 3, 64, has_pages=True)
     arrays = chunks.assemble([STEM[:33]] * size.rows, [0] * size.rows, size)
     rows = np.arange(size.rows, dtype=np.int32)
-    given = pool.lend(state), *arrays, rows, None, table
+    given = pool.lend(state), *arrays, rows, None, tables
     compiled = prefill.lower(plan, params, *given).compile()
     shapes = tuple({leaf.shape for leaf in jax.tree.leaves(pool.buffers)})
     read = figures.read(compiled, shapes)
@@ -530,7 +589,7 @@ def test_a_prefill_writes_its_pages_without_copying_the_pool(dtype, size):
 def test_pages_of_bfloat16_take_half_the_memory_and_give_nearly_the_same_texts():
     plan, params, rows = Plan(tiny.TARGET, tiny.DRAFT), tiny.params(), sequences()
     engine = paged(plan, params, AMPLE, dtype=jnp.bfloat16)
-    halved, whole = (pages.page_bytes(plan, params, 4, dtype) for dtype in (jnp.bfloat16, None))
+    halved, whole = (sum(pages.page_bytes(plan, params, 4, x)) for x in (jnp.bfloat16, None))
     assert (
         whole
         == 2 * halved
@@ -544,18 +603,17 @@ def test_pages_of_bfloat16_take_half_the_memory_and_give_nearly_the_same_texts()
 
 def test_the_memory_of_a_cache_is_given_in_pages_bytes_or_a_share():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
-    each = pages.page_bytes(plan, params, 16)
-    of = functools.partial(memory.pool_of, plan, params, num_tokens=64, block_size=16)
-    assert of(num_gpu_blocks_override=7).blocks.num_pages == 8
-    assert of(kv_cache_memory_bytes=9 * each + 5).blocks.num_pages == 9
-    grows = of()
-    assert grows.blocks.num_pages == 5 and grows.blocks.most == 4 * 2**30 // each
-    assert of(gpu_memory_utilization=0.5).blocks.most > 5
+    (each,) = pages.page_bytes(plan, params, 16)
+    sizes = dict(num_tokens=64, num_seqs=1, block_size=16)
+    of = functools.partial(memory.pool_of, plan, params, **sizes)
+    pages_of = lambda **given: of(**given).blocks.kinds[0]
+    assert pages_of(num_gpu_blocks_override=7).num_pages == 8
+    assert pages_of(kv_cache_memory_bytes=9 * each + 5).num_pages == 9
+    assert pages_of().num_pages == 5 and pages_of().most == 4 * 2**30 // each
+    assert pages_of(gpu_memory_utilization=0.5).most > 5
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    halved = memory.pool_of(
-        plan, narrow, num_tokens=64, block_size=16, kv_cache_memory_bytes=9 * each
-    )
-    assert halved.blocks.num_pages == 18
+    halved = memory.pool_of(plan, narrow, kv_cache_memory_bytes=9 * each, **sizes)
+    assert halved.blocks.kinds[0].num_pages == 18
     with pytest.raises(
         ValueError, match=f"leaves 10 bytes, but one page of 16 tokens takes {each:,}"
     ):
@@ -570,7 +628,7 @@ def test_pages_of_all_caches_have_one_size_whatever_a_drafter_adds_to_its_buffer
 
 def test_a_fixed_pool_holds_no_memory_before_it_is_used():
     pool = Pool(Plan(tiny.TARGET, tiny.NONE), tiny.params(), num_pages=2, page_size=16)
-    pool.blocks.most = 100_000
+    pool.blocks.kinds[0].most = 100_000
     before = resident()
     pool.fix(100_000)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool.buffers))

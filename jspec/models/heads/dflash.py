@@ -227,7 +227,7 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
             entry.k,
             entry.v,
             cache.length,
-            table=cache.table,
+            table=cache.table_of(index),
             window=window,
             positions=positions,
             implementation=config.network.attention,
