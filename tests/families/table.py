@@ -298,6 +298,38 @@ ROWS = {
             },
         },
     ),
+    "glm4": Row(
+        checkpoints="GLM-4-0414, GLM-Z1",
+        heads="",
+        features="norms of inputs and outputs; partial rotation of neighbours",
+        cases={"glm4": {"attention_bias": True, "partial_rotary_factor": 0.5}},
+    ),
+    "seed_oss": Row(
+        checkpoints="Seed-OSS-36B",
+        heads="",
+        features="biases",
+        cases={"seed_oss": {"attention_bias": True, "attention_out_bias": True}},
+    ),
+    "exaone4": Row(
+        checkpoints="EXAONE 4.0 1.2B, 32B",
+        heads="",
+        features="norms of outputs; windows; layers without a rotation",
+        cases={"exaone4": {"sliding_window": 6, "sliding_window_pattern": 2}},
+    ),
+    "cohere2": Row(
+        checkpoints="Command R7B, Command A",
+        heads="",
+        features="attention and MLP side by side; norms that subtract the mean; windows; layers "
+        "without a rotation",
+        cases={
+            "cohere2": {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "attention_bias": True,
+                "logit_scale": 1.5,
+            },
+        },
+    ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
 ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jspec.checkpoints.families import (
+    cohere2,
     common,
     deepseek_v3,
+    exaone4,
+    glm4,
     glm4_moe,
     granite,
     llama,
@@ -30,6 +33,7 @@ from jspec.checkpoints.families import (
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     smollm3,
 )
 from jspec.checkpoints.families.common import Family
@@ -42,6 +46,7 @@ _MODULES = (
     *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
     *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
     *(olmo2, olmo3, smollm3, phi3, granite),
+    *(glm4, seed_oss, exaone4, cohere2),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 

@@ -218,7 +218,8 @@ def alike(
     for window, rope in kinds:
         if (window, rope) != (mixer.window, mixer.rope):
             kinds[window, rope] = dataclasses.replace(mixer, window=window, rope=rope)
-    fields = {"norm": norm(raw)} | fields
+    if "norm" not in fields:
+        fields["norm"] = norm(raw)
     each = zip(windows, ropes, strict=True)
     return tuple(Layer(kinds[kind], feed_forward, **fields) for kind in each)
 
@@ -329,11 +330,15 @@ def sized(raw: dict, kinds: Sequence[str]) -> tuple[int | None, ...]:
     return tuple(size if kind == SLIDING else None for kind in kinds)
 
 
-def every(raw: dict, interval: int) -> tuple[int | None, ...]:
+def every(raw: dict, interval: object) -> tuple[int | None, ...]:
     """Return the windows of ``layer_types``; by default one layer in ``interval`` has none."""
-    count = whole(raw, "num_hidden_layers")
-    default = [KINDS[(layer + 1) % interval != 0] for layer in range(count)]
-    return sized(raw, layer_types(raw) or default)
+    count, kinds = whole(raw, "num_hidden_layers"), layer_types(raw)
+    if kinds is None and (type(interval) is not int or interval < 1):
+        raise ValueError(
+            f"sliding_window_pattern must be a positive integer, got {shown(interval)}; or give "
+            "layer_types"
+        )
+    return sized(raw, kinds or [KINDS[(layer + 1) % interval != 0] for layer in range(count)])
 
 
 def ropes(
