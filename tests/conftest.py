@@ -46,6 +46,7 @@ _MORE = (
     "engine/test_captured.py",
     "engine/test_entries.py",
     "engine/test_lengths.py",
+    "engine/test_narrow_caches.py",
     "engine/test_packing.py",
     "engine/test_programs.py",
     "engine/test_replicas.py",

@@ -1,4 +1,4 @@
-"""Back-ends that a user names, checked before weights are loaded."""
+"""Back-ends and dtypes of caches that a user names, checked before weights are loaded."""
 
 import dataclasses
 from typing import Any
@@ -11,9 +11,10 @@ from jspec.core.entries import AttentionKV, LatentKV
 from jspec.engine.pages import PAGE_SIZE
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
+from jspec.util import cache_dtypes
 from jspec.util.messages import shown
 
-DRAFT_KEY = "speculative_config: attention_backend"
+DRAFT_KEY = "speculative_config: "
 _DEVICES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU", "cpu": "a CPU"}  # by JAX's names
 
 
@@ -24,29 +25,42 @@ class Backends:
     attention: str | None = None
     sampling: str | None = None
     page_size: int = PAGE_SIZE
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "attention", named("attention_backend", self.attention))
         _check_device("sampling_backend", self.sampling, "rejection_sampling")
 
-    def attending(self, key: str, name: str | None, network: Any) -> Any:
-        """Return a network whose attention runs by a back-end; ``network`` if it is None.
+    def running(
+        self,
+        network: Any,
+        attention: str | None,
+        kv_cache_dtype: str | None,
+        owner: str = "",
+    ) -> Any:
+        """Return a network with a back-end of attention and a dtype of its cache, unless None.
 
         Raises:
           ValueError: as ``named``; the network has no attention, or its sizes do not suit the
-            back-end. The message begins with ``key``.
+            back-end. The message begins with ``owner``.
         """
-        name = named(key, name)
-        if name is None:
+        key = f"{owner}attention_backend"
+        changes = {"attention": named(key, attention)}
+        changes["kv_cache_dtype"] = cache_dtypes.NAMES[kv_cache_dtype or "auto"]
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if not changes:
             return network
-        if isinstance(network, DecoderConfig):
-            self._check_sizes(key, name, network)
-            return dataclasses.replace(network, attention=name)
-        fields = {field.name: getattr(network, field.name) for field in dataclasses.fields(network)}
-        if not isinstance(fields.get("network"), DecoderConfig):
-            raise ValueError(f"{key}={name!r} is for drafters with attention; leave it out.")
-        attending = self.attending(key, name, fields["network"])
-        return dataclasses.replace(network, network=attending)
+        is_decoder = isinstance(network, DecoderConfig)
+        decoder = network if is_decoder else getattr(network, "network", None)
+        if not isinstance(decoder, DecoderConfig):
+            asked = f"{key}={attention!r}"
+            if "attention" not in changes:
+                asked = f"{owner}kv_cache_dtype={kv_cache_dtype!r}"
+            raise ValueError(f"{asked} is for drafters with attention; leave it out.")
+        changed = dataclasses.replace(decoder, **changes)
+        if "attention" in changes:
+            self._check_sizes(key, changes["attention"], changed)
+        return changed if is_decoder else dataclasses.replace(network, network=changed)
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError if the back-end of rejection sampling does not take so many tokens."""

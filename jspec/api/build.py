@@ -225,7 +225,12 @@ class _Part:
         """Return the networks, as ``SpeculativeConfig.drafter`` takes them."""
         if self.parts:
             return tuple(part.networks(backends) for part in self.parts)
-        return backends.attending(DRAFT_KEY, self.speculative.attention_backend, self.network)
+        return backends.running(
+            self.network,
+            self.speculative.attention_backend,
+            self.speculative.kv_cache_dtype,
+            owner=DRAFT_KEY,
+        )
 
     def split(self, settings: _Settings) -> "_Part":
         """Return the part with its network in parts for the devices that share its weights."""
@@ -339,7 +344,7 @@ def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: Loade
 
 
 def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool, backends: Backends) -> Plan:
-    sizes = backends.attending("attention_backend", backends.attention, sizes)
+    sizes = backends.running(sizes, backends.attention, backends.kv_cache_dtype)
     backends.check_vocabulary(sizes.vocab_size)
     target = BatchInvariantDecoder(sizes) if deterministic else Decoder(sizes)
     drafter = part.speculative.drafter(part.networks(backends), target)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspec.util import arguments, neutral
+from jspec.util import arguments, cache_dtypes, neutral
 from jspec.util.arguments import argument
 from jspec.util.messages import shown
 from jspec.util.values import is_real, is_whole
@@ -28,6 +28,7 @@ _MOST_SCORES = (lambda value: is_whole(value, -1), "whole, or -1 for no limit")
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 _BOOL_OR_NONE = (lambda value: isinstance(value, bool), "True, False or None")
 _FROM_0 = (lambda value: is_whole(value, 0), "a whole number of at least 0")
+_CACHE_DTYPE = cache_dtypes.is_known, cache_dtypes.KNOWN
 _MEMORY, _PROCESSES = "KV cache", "Several processes"
 
 
@@ -102,6 +103,14 @@ class EngineArgs:
     )
     kv_cache_memory_bytes: int | None = argument(
         None, "Bytes of the cache.", check=_BYTES, rich_help_panel=_MEMORY
+    )
+    kv_cache_dtype: str | None = argument(
+        None,
+        f"Numbers of the cache: {', '.join(cache_dtypes.NAMES)}.",
+        check=_CACHE_DTYPE,
+        kind=str,
+        default="auto",
+        rich_help_panel=_MEMORY,
     )
     gpu_memory_utilization: float | None = argument(
         None, "Share of memory for weights and cache.", check=_SHARE, rich_help_panel=_MEMORY

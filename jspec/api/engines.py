@@ -46,6 +46,7 @@ def load(
                 args.attention_backend,
                 args.sampling_backend,
                 PAGE_SIZE if args.block_size is None else args.block_size,
+                args.kv_cache_dtype,
             ),
             mesh=meshes[0] if args.tensor_parallel_size > 1 else None,
             expert_parallel=args.enable_expert_parallel,

@@ -64,6 +64,11 @@ class LLM:
       block_size: tokens of a page of the KV cache; None for 64.
       num_gpu_blocks_override: pages of the KV cache, allocated at once.
       kv_cache_memory_bytes: memory of the KV cache, allocated at once.
+      kv_cache_dtype: numbers of the target's KV cache: "bfloat16", "float32", "fp8" (e4m3),
+        "fp8_e5m2" or "int8", the last three with a scale for each token and key head; None or
+        "auto" for the dtype of the activations, or bfloat16 on a CPU if most weights are. Texts do
+        not depend on the drafter in any of them. That of the drafter is a key of
+        ``speculative_config``.
       gpu_memory_utilization: share of the device's memory for weights and KV cache, up to which the
         cache grows. None for 0.9 on an accelerator, or 4 GiB of cache on a CPU.
       attention_backend: form of the target's attention: "xla", "pallas_gpu" (Hopper),

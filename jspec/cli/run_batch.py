@@ -30,7 +30,7 @@ def run_batch(
     engine: options.engine(
         *("speculative_config", "dtype", "seed", "max_model_len", "max_num_seqs"),
         *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-        *("attention_backend", "sampling_backend"),
+        *("attention_backend", "sampling_backend", "kv_cache_dtype"),
     ),
     answers: options.group(
         Answers,

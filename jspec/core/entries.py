@@ -22,6 +22,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sharding
+from jspec.core.scaled import LIMITS, Scaled, is_scaled
 from jspec.core.types import Array
 
 # The axis of the nodes in all arrays that a pass returns for them: [B, H, N, ...].
@@ -88,11 +89,17 @@ class Entry(abc.ABC):
         Rows of count 0 must not change, and no value behind ``commit.count`` may have an effect.
         """
 
+    def stored_as(self, dtype: str) -> Self:
+        """Return an empty entry whose slots are stored in ``dtype``; states of rows stay."""
+        del dtype
+        return self
+
 
 class SlotEntry(Entry):
     """Buffers [B, H, S, D] with a slot for each token; with a table, pools [P, H, page, D]."""
 
     has_pages = True
+    keeps_dtype = False  # Whether pools have the dtype of these buffers, whatever is asked.
 
     @property
     def has_split_queries(self) -> bool:
@@ -118,27 +125,44 @@ class SlotEntry(Entry):
     def pool(
         self, num_pages: int, page_size: int, dtype: jnp.dtype | None, *, in_bits: bool
     ) -> Self:
-        """Return an empty pool of pages, in this entry's dtypes if ``dtype`` is None.
+        """Return an empty pool of pages, in ``dtype`` unless it is None or ``keeps_dtype``.
 
         ``in_bits`` stores bfloat16 as uint16: XLA's CPU backend would convert the entire pool in
         every read and write.
         """
 
-        def empty(like: Array) -> Array:
-            stored = jnp.dtype(dtype or like.dtype)
+        def empty(like: Array | Scaled) -> Array | Scaled:
+            shape = num_pages, like.shape[1], page_size, *like.shape[3:]
+            if isinstance(like, Scaled):
+                return Scaled.zeros(shape, like.format, like.dtype)
+            stored = jnp.dtype((None if self.keeps_dtype else dtype) or like.dtype)
             stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
-            return jnp.zeros((num_pages, like.shape[1], page_size, *like.shape[3:]), stored)
+            return jnp.zeros(shape, stored)
 
-        return jax.tree.map(empty, self)
+        return jax.tree.map(empty, self, is_leaf=is_scaled)
+
+    def stored_as(self, dtype: str) -> Self:
+        """See ``Entry``: a dtype, or a format of ``scaled``, which pools keep.
+
+        What is read from a scaled buffer has the present dtype.
+        """
+
+        def empty(like: Array) -> Array | Scaled:
+            if dtype in LIMITS:
+                return Scaled.zeros(like.shape, dtype, like.dtype)
+            return jnp.zeros(like.shape, dtype)
+
+        return jax.tree.map(empty, self.replace(keeps_dtype=True))
 
 
 @struct.dataclass
 class AttentionKV(SlotEntry):
     """The keys and values of one layer."""
 
-    k: Array  # [B, Hkv, S, D]
-    v: Array  # [B, Hkv, S, D]
+    k: Array | Scaled  # [B, Hkv, S, D]
+    v: Array | Scaled  # [B, Hkv, S, D]
     is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
+    keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
 
     @classmethod
     def empty(
@@ -157,16 +181,17 @@ class AttentionKV(SlotEntry):
 
     def holding(self, k: Array, v: Array) -> Self:
         """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
-        return self.replace(k=k.astype(dtype_of(self.k)), v=v.astype(dtype_of(self.v)))
+        return self.replace(k=_like(self.k, k), v=_like(self.v, v))
 
 
 @struct.dataclass
 class LatentKV(SlotEntry):
     """The latents of one layer of latent attention, which serve as keys and values."""
 
-    latent: Array  # [B, 1, S, D]
+    latent: Array | Scaled  # [B, 1, S, D]
     # See ``SlotEntry``; every device has the latents.
     has_split_queries: bool = struct.field(pytree_node=False, default=False)
+    keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
 
     @classmethod
     def empty(
@@ -182,19 +207,19 @@ class LatentKV(SlotEntry):
         return cls(jnp.zeros((batch, 1, capacity, width), dtype), has_split_queries)
 
     @property
-    def k(self) -> Array:
+    def k(self) -> Array | Scaled:
         """The keys."""
         return self.latent
 
     @property
-    def v(self) -> Array:
+    def v(self) -> Array | Scaled:
         """The values, which are the same buffer."""
         return self.latent
 
     def holding(self, k: Array, v: Array) -> Self:
         """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
         del v
-        return self.replace(latent=k.astype(dtype_of(self.latent)))
+        return self.replace(latent=_like(self.latent, k))
 
 
 @struct.dataclass
@@ -220,6 +245,13 @@ def settled(tree: Any) -> Any:
         return sharding.by_heads(x) if is_divided else sharding.whole(x)
 
     return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, Entry))
+
+
+def _like(buffer: Array | Scaled, x: Array) -> Array | Scaled:
+    """Return x as the buffer stores it, but bits of bfloat16 as numbers."""
+    if isinstance(buffer, Scaled):
+        return Scaled.of(x, buffer.format, buffer.dtype)
+    return x.astype(dtype_of(buffer))
 
 
 def dtype_of(buffer: Array) -> jnp.dtype:

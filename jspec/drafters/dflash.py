@@ -91,7 +91,9 @@ class DFlash(CachedDrafter):
         context = head.fuse(params.drafter, self.config, features)
         slots = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
         positions = cache.length[:, None] + slots
-        entries = head.inject(params.drafter, self.config, context, positions)
+        fresh = head.inject(params.drafter, self.config, context, positions)
+        pairs = zip(cache.layers, fresh, strict=True)
+        entries = tuple(entry.holding(each.k, each.v) for entry, each in pairs)
         return kv_cache.append(cache, entries, slots, count)
 
     def _length(self, memory):

@@ -16,6 +16,7 @@ import numpy as np
 from jspec import ops
 from jspec.core import kv_cache
 from jspec.core.entries import Entry
+from jspec.core.scaled import LIMITS
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder
 from jspec.models.blocks.attend import Attend
@@ -73,6 +74,8 @@ class BatchInvariantDecoder(Decoder):
         present = {part.title: None for part in parts if type(part) not in (Attention, GatedMlp)}
         if self.config.attention is not None:
             present[f"attention={self.config.attention!r}"] = None
+        if self.config.kv_cache_dtype in LIMITS:
+            present[f"a KV cache in {self.config.kv_cache_dtype}"] = None
         if present:
             raise ValueError(
                 f"deterministic=True does not support {' and '.join(present)} of this target, "

@@ -74,6 +74,7 @@ class DecoderConfig:
     logit_scale: float = 1.0  # factor on logits
     logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     head_bias: bool = False
+    kv_cache_dtype: str | None = None  # see ``Entry.stored_as``; None for the caller's choice
 
     def __hash__(self) -> int:
         # Plans are hashed in every launch, and layers are many.
@@ -303,6 +304,8 @@ def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVC
     """Return an empty cache of ``capacity`` slots per row."""
     dtype = jnp.dtype(config.cache_dtype)
     entries = [layer.mixer.entry(batch, capacity, dtype) for layer in config.layers]
+    if config.kv_cache_dtype is not None:
+        entries = [entry.stored_as(config.kv_cache_dtype) for entry in entries]
     return kv_cache.empty(batch, entries, windows=config.windows)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 from jspec.api import build, config
+from jspec.api.backends import Backends
+from jspec.api.config import checking
 from jspec.core.types import Params
 from jspec.core.weights import weights_of
 from jspec.drafters.none import NoDrafter
@@ -126,23 +128,18 @@ def plan(
     acceptance_length: float | None = None,
     memory_share: float | None = None,
     data_parallel_size: int = 1,
+    kv_cache_dtype: str | None = None,
 ) -> Report:
-    """Plan a model for a device that need not be there; a config.json is enough.
-
-    Heads are the exception: their files are read.
+    """Plan a model for a device that need not be there, from a config.json and files of heads.
 
     Args:
       model: a directory, a config.json, a GGUF file or a hub id.
       device: kind and number of chips, such as "v5e-8"; those of an engine share the model.
-      speculative_config: as for ``LLM``.
-      dtype: as for ``LLM``.
-      quantization: as for ``LLM``.
-      max_model_len: as for ``LLM``.
-      max_num_seqs: as for ``LLM``.
+      speculative_config: as for ``LLM``, like all that is not described here.
       context: tokens of each sequence, for the limit; None for 2048 or ``max_model_len``.
       acceptance_length: tokens of a round and sequence; None assumes that half of K is accepted.
       memory_share: share of a chip's memory that JAX takes; None for its default.
-      data_parallel_size: engines side by side, as for ``LLM``.
+      data_parallel_size: engines side by side.
 
     Raises:
       ValueError: the device is unknown, an argument is out of range, or as for ``LLM``.
@@ -150,8 +147,9 @@ def plan(
     kind, count = chips.parse(device)
     chip, speculative = CHIPS[kind], _read(speculative_config)
     num_seqs = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
+    backends = Backends(kv_cache_dtype=checking.kv_cache_dtype(kv_cache_dtype))
     sizes = dict(dtype=dtype, quantization=quantization, max_model_len=max_model_len)
-    outline = build.outline(model, speculative, **sizes)
+    outline = build.outline(model, speculative, backends=backends, **sizes)
     context = min(_CONTEXT, outline.max_model_len) if context is None else context
     depth, ways = outline.plan.drafter.max_depth, _share(count * chip.devices, data_parallel_size)
     _check(num_seqs, context, outline.max_model_len, acceptance_length, depth)

@@ -34,7 +34,6 @@ ENGINE: Table = {
     ),
     "enable_chunked_prefill": ((None, True, False), "it is True or False, without an effect"),
     "max_num_batched_tokens": (_ANY, ""),  # chunks of prompts have sizes of their own
-    "kv_cache_dtype": ((None, "auto"), "the cache has the dtype of the weights"),
     "swap_space": ((None, 0, 4), "nothing is swapped"),
     "cpu_offload_gb": ((None, 0), "nothing is offloaded"),
     "revision": (_NONE, "fetch that revision and give its directory"),

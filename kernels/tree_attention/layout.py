@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.scaled import Scaled
+
 Array = jax.Array
 MASKED = -1e30  # score of a masked key
 SLOT_MULTIPLE = 8  # cache slots: TPUs and GPUs read multiples of it in place
@@ -28,10 +30,12 @@ class Span(NamedTuple):
     seen_by_all: Array  # slots from here to ``length`` are in the window of every query
 
 
-def refusal(tree_k: Array, cache_k: Array | None, dtypes: tuple[str, ...]) -> str | None:
+def refusal(tree_k: Array, cache_k: Array | Scaled | None, dtypes: tuple[str, ...]) -> str | None:
     """Return the reason why no kernel takes the arguments, with the remedy, or None."""
     if cache_k is None or cache_k.shape[2] == 0:
         return "needs a cache: a tree alone is one small softmax"
+    if isinstance(cache_k, Scaled):
+        return f"takes no cache in {cache_k.format} (kv_cache_dtype)"
     if cache_k.dtype.name not in dtypes or tree_k.dtype != cache_k.dtype:
         return (
             f"takes keys and values in {' or '.join(dtypes)}, the tree's like the cache's, not "

@@ -3,6 +3,7 @@
 The running softmax is that of Milakov and Gimelshein (arXiv 1805.02867).
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.core.scaled import Scaled, numbers
+
 Array = jax.Array
+Cache = tuple[Array | Scaled, Array | Scaled]  # keys and values
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
 
@@ -119,7 +123,7 @@ def prefix_of(length: Array, window: int | None, positions: Array | None) -> Pre
 def join_slots(
     softmax: Softmax,
     rows: Rows,
-    cache: tuple[Array, Array],
+    cache: Cache,
     prefix: Prefix,
     size: int,
     index: Array,
@@ -129,13 +133,14 @@ def join_slots(
     start = jnp.minimum(index * size, cache[0].shape[2] - size)
     slots = start + jnp.arange(size)
     mask = rows.spread(prefix.mask_of(slots) & (slots >= index * size))
-    keys, values = (lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in cache)
+    part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
+    keys, values = map(numbers, jax.tree.map(part, cache))
     return join(softmax, rows.scores(keys, mask), values)
 
 
-def pages(pool: Array, ids: Array) -> Array:
+def pages(pool: Array | Scaled, ids: Array) -> Array:
     """Return pages ``ids`` [B, n] side by side, [B, Hkv, n * page, D]; bits as bfloat16."""
-    stored = stored_pages(pool, ids)
+    stored = numbers(jax.tree.map(lambda x: stored_pages(x, ids), pool))
     if stored.dtype == jnp.uint16:
         return lax.bitcast_convert_type(stored, jnp.bfloat16)
     return stored

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.tree_attention import softmax
-from jspec.kernels.tree_attention.softmax import Array, Prefix, Rows, Softmax
+from jspec.kernels.tree_attention.softmax import Array, Cache, Prefix, Rows, Scaled, Softmax
 
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
@@ -26,8 +26,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | None,
-    cache_v: Array | None,
+    cache_k: Array | Scaled | None,
+    cache_v: Array | Scaled | None,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
@@ -62,7 +62,7 @@ def block_of(slots: int, rows: int) -> int:
     return min(longest, max(128, SCORES // rows))
 
 
-def _join_cache(so_far: Softmax, rows: Rows, cache: tuple[Array, Array], prefix: Prefix) -> Softmax:
+def _join_cache(so_far: Softmax, rows: Rows, cache: Cache, prefix: Prefix) -> Softmax:
     """Add a contiguous cache (k, v) to a softmax."""
     slots = cache[0].shape[2]
     size = block_of(slots, so_far.peak.size)
@@ -75,9 +75,7 @@ def _join_cache(so_far: Softmax, rows: Rows, cache: tuple[Array, Array], prefix:
     return lax.fori_loop(prefix.first // size, (prefix.end + size - 1) // size, step, so_far)
 
 
-def _join_pages(
-    so_far: Softmax, rows: Rows, pools: tuple[Array, Array], table: Array, prefix: Prefix
-) -> Softmax:
+def _join_pages(so_far: Softmax, rows: Rows, pools: Cache, table: Array, prefix: Prefix) -> Softmax:
     """Add the pages of all rows to a softmax, a block of each row at a time."""
     page, most = pools[0].shape[2], table.shape[1]
     count = max(1, min(block_of(most * page, so_far.peak.size) // page, most))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.tree_attention import softmax, xla
-from jspec.kernels.tree_attention.softmax import Array, Prefix, Rows, Softmax
+from jspec.kernels.tree_attention.softmax import Array, Cache, Prefix, Rows, Scaled, Softmax
 
 # A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
 # That is faster for a short cache, and for any cache that is half full, if the scores are small.
@@ -29,7 +29,9 @@ FEW_NODES, PART_NODES, MOST_PARTS = 64, 128, 4
 MANY_NODES_SLOTS = 256
 
 
-def differs(q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None) -> bool:
+def differs(
+    q: Array, tree_k: Array, cache_k: Array | Scaled | None, table: Array | None = None
+) -> bool:
     """Return whether the form of these arguments is another than that of ``xla``.
 
     Where it is not, one program serves all devices, which is half as much to trace.
@@ -49,8 +51,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array,
-    cache_v: Array,
+    cache_k: Array | Scaled,
+    cache_v: Array | Scaled,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
@@ -97,9 +99,9 @@ def block_of(slots: int) -> int:
     return slots if slots <= WHOLE else max(64, slots // 32)
 
 
-def group_of(keys: Array) -> int:
+def group_of(keys: Array | Scaled) -> int:
     """Return the sequences at a time: B, halved while it is even and keys [B, ...] too large."""
-    size, each = len(keys), math.prod(keys.shape[1:]) * keys.dtype.itemsize
+    size, each = keys.shape[0], math.prod(keys.shape[1:]) * keys.dtype.itemsize
     if size * each <= WHOLE_BYTES:
         return size
     while size % 2 == 0 and size > LEAST_GROUP and size * each > GROUP_BYTES:
@@ -143,8 +145,8 @@ def _over_cache(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array,
-    cache_v: Array,
+    cache_k: Array | Scaled,
+    cache_v: Array | Scaled,
     length: Array,
     positions: Array | None,
     *,
@@ -161,7 +163,7 @@ def _over_cache(
     return softmax.result(so_far, rows.group, sinks)
 
 
-def _join_cache(so_far: Softmax, rows: Rows, cache: tuple[Array, Array], prefix: Prefix) -> Softmax:
+def _join_cache(so_far: Softmax, rows: Rows, cache: Cache, prefix: Prefix) -> Softmax:
     """Add a contiguous cache (k, v) to a softmax, as a whole or in blocks."""
     slots = cache[0].shape[2]
     size = block_of(slots)
@@ -190,14 +192,14 @@ def _join_cache(so_far: Softmax, rows: Rows, cache: tuple[Array, Array], prefix:
 class _View(NamedTuple):
     """A cache of pages, and which of its slots the queries see."""
 
-    pool_k: Array  # [P, Hkv, page, D]
-    pool_v: Array
+    pool_k: Array | Scaled  # [P, Hkv, page, D]
+    pool_v: Array | Scaled
     length: Array  # [B]
     positions: Array | None  # [B, N]
     window: int | None
     widens: bool
 
-    def pages(self, pool: Array, ids: Array) -> Array:
+    def pages(self, pool: Array | Scaled, ids: Array) -> Array:
         """Return pages ``ids`` [1, n] of a pool side by side, [1, Hkv, n * page, D]."""
         if not self.widens:
             return softmax.pages(pool, ids)

@@ -35,6 +35,12 @@ def hopper(monkeypatch):
         ({"sampling_backend": "pallas_tpu"}, "sampling_backend='pallas_tpu' runs on a TPU alone, "),
         ({"sampling_backend": "triton"}, "sampling_backend='triton' is not known; use None or one"),
         ({"attention_backend": "xla", "deterministic": True}, "does not support attention='xla'"),
+        ({"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype='fp8_inc' must be one of 'auto', 'bfloat1"),
+        ({"kv_cache_dtype": "fp8", "deterministic": True}, "not support a KV cache in float8_e4m3"),
+        (
+            {"speculative_config": EAGLE | {"kv_cache_dtype": "int4"}},
+            "kv_cache_dtype='int4' must be one of 'auto', 'bfloat16', 'float32', 'fp8', 'fp8_e4m3'",
+        ),
         (
             {"speculative_config": EAGLE | {"attention_backend": "FLASHINFER"}},
             "speculative_config: attention_backend='FLASHINFER' must be one of",
@@ -70,13 +76,18 @@ def test_a_backend_that_does_not_run_here_is_refused_by_name(arguments, message)
             64,
             "heads of a multiple of 16 features up to 128, not 72; pad them",
         ),
+        (
+            dataclasses.replace(BFLOAT16, kv_cache_dtype="int8"),
+            64,
+            r"takes no cache in int8 \(kv_cache_dtype\)",
+        ),
         (BFLOAT16, 48, "takes pages of a multiple of 64 slots, not 48; choose others, or leave"),
     ],
 )
 def test_a_model_that_a_kernel_does_not_take_is_refused(config, page, message, hopper):
     backends = Backends("pallas_gpu", page_size=page)
     with pytest.raises(ValueError, match=f"^attention_backend='pallas_gpu' .*{message}"):
-        backends.attending("attention_backend", "pallas_gpu", config)
+        backends.running(config, "pallas_gpu", None)
 
 
 def test_a_vocabulary_that_the_sampling_kernel_does_not_take_is_refused(hopper):
@@ -85,10 +96,15 @@ def test_a_vocabulary_that_the_sampling_kernel_does_not_take_is_refused(hopper):
         Backends(sampling="pallas_gpu").check_vocabulary(64)
 
 
-def test_a_drafter_without_attention_takes_no_backend():
+@pytest.mark.parametrize(
+    ("attention", "dtype", "named"),
+    [("xla", None, "attention_backend='xla'"), (None, "fp8", "kv_cache_dtype='fp8'")],
+)
+def test_a_drafter_without_attention_takes_no_backend_and_no_dtype(attention, dtype, named):
     head = MedusaConfig(2, 1, 32, 64, 64, (2,), 2)
-    with pytest.raises(ValueError, match="is for drafters with attention; leave it out"):
-        Backends().attending(DRAFT_KEY, "xla", head)
+    message = f"speculative_config: {named} is for drafters with attention; leave it out"
+    with pytest.raises(ValueError, match=message):
+        Backends().running(head, attention, dtype, DRAFT_KEY)
 
 
 @pytest.mark.parametrize("name", [None, "auto", "xla", "reference"])

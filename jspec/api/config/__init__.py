@@ -45,6 +45,7 @@ class SpeculativeConfig:
       max_model_len: longest sequence to draft for; None for the draft model's own limit.
       attention_backend: of the drafter's network; None for the device's default.
       quantization: of the draft model; None for weights as its files have them.
+      kv_cache_dtype: of the drafter's KV cache; None for that of its activations.
       settings: fields of the method's drafter.
       drafter_class: class of "custom_class"; None for the named methods.
       parallel: whether one pass drafts all tokens of a round; None for the head's own mode.
@@ -60,6 +61,7 @@ class SpeculativeConfig:
     max_model_len: int | None = None
     attention_backend: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter_class: type | None = None
     parallel: bool | None = False
@@ -181,6 +183,7 @@ def read(given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
         max_model_len=checking.at_least_one("max_model_len", values["max_model_len"]),
         attention_backend=values["attention_backend"],
         quantization=values["quantization"],
+        kv_cache_dtype=checking.kv_cache_dtype(values["kv_cache_dtype"]),
         settings=settings,
         parallel=parallel,
         draft_tensor_parallel_size=_tensor_parallel(values),
@@ -271,7 +274,7 @@ def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> Non
     """Check that every key that the method ignores has its default."""
     used = fields | {"method", "draft_tensor_parallel_size", "draft_sample_method", *_RULE_KEYS}
     if "config" in used:
-        used |= {"model", "max_model_len", "attention_backend"}
+        used |= {"model", "max_model_len", "attention_backend", "kv_cache_dtype"}
     if "config" in used and "target" not in used:
         used |= {"quantization"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):

@@ -7,6 +7,7 @@ from typing import Any
 
 from jspec.core import trees
 from jspec.drafters.trees import tree_settings
+from jspec.util import cache_dtypes
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import INT32, is_real, is_whole
 
@@ -158,3 +159,10 @@ def check_real(name: str, value: Any, *, listed: bool) -> None:
     if not (is_list(value) and all(map(is_real, value)) if listed else is_real(value)):
         kind = "a list of numbers" if listed else "a number"
         raise ValueError(f"{name}={shown(value)} must be {kind}.")
+
+
+def kv_cache_dtype(given: Any) -> str | None:
+    """Return a dtype of a KV cache by one of vLLM's names, or None."""
+    if given is not None and not cache_dtypes.is_known(given):
+        raise ValueError(f"kv_cache_dtype={shown(given)} must be {cache_dtypes.KNOWN}.")
+    return given

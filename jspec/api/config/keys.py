@@ -78,6 +78,8 @@ _WORKS = {
     "attention_backend": "form of the drafter's attention: 'xla', 'pallas_gpu', 'pallas_tpu' or "
     "'reference'; the device's default if left out",
     "quantization": "'int8', 'fp8' or 'int4': matrices of the draft model are quantised",
+    "kv_cache_dtype": "numbers of the drafter's KV cache, whatever the target's are: 'bfloat16', "
+    "'float32', 'fp8' (or 'fp8_e4m3'), 'fp8_e5m2' or 'int8'; those of its activations if left out",
     "max_model_len": "longest sequence to draft for, within the limits of both models; later "
     "rounds are plain steps",
     "parallel_drafting": "draft all tokens of a round in one pass: for 'draft_model' (PARD; "
@@ -105,7 +107,6 @@ _NOT_BUILT = {
     "code_revision": "the hub's default revision is fetched",
     "draft_load_config": "safetensors are loaded unchanged",
     "index_share_for_mtp_iteration": "no target here has sparse attention",
-    "kv_cache_dtype": "the draft model's cache has the dtype of its activations",
     "revision": "the hub's default revision is fetched",
 }
 

@@ -90,7 +90,7 @@ def different_fields(one: DecoderConfig, other: DecoderConfig) -> list[str]:
 
     For layers, those are fields of their parts.
     """
-    machine = ("cache_dtype", "activation_dtype")
+    machine = ("cache_dtype", "activation_dtype", "kv_cache_dtype")
     return [name for name in dict.fromkeys(_different(one, other)) if name not in machine]
 
 

@@ -11,6 +11,7 @@ from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.entries import Entry
 from jspec.core.packing import Packing
+from jspec.core.scaled import numbers
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
 
@@ -76,8 +77,8 @@ def attention_over(
         queried = rows if index == last else None
         mixed = ops.attention(
             q,
-            new.k,
-            new.v,
+            numbers(new.k),
+            numbers(new.v),
             rows_at(visible, queried),
             entry.k,
             entry.v,
@@ -134,8 +135,8 @@ def attention_beside(
         entry = cache.layers[index]
         return ops.attention(
             q,
-            new.k,
-            new.v,
+            numbers(new.k),
+            numbers(new.v),
             visible,
             entry.k,
             entry.v,

@@ -44,6 +44,7 @@ class Attention(Mixer):
       gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
         its query.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
+      has_sinks: whether a learned score of each head takes part in the softmax.
     """
 
     num_heads: int
@@ -63,6 +64,7 @@ class Attention(Mixer):
     scale: float | None = None
     soft_cap: float | None = None
     gated: bool = False
+    has_sinks: bool = False
 
     title = "standard attention"
 
@@ -105,6 +107,7 @@ class Attention(Mixer):
             output=normal(keys[1], (heads, hidden), dtype, shrink),
             qkv_bias=jnp.zeros((wide,), dtype) if self.qkv_bias else None,
             output_bias=jnp.zeros((hidden,), dtype) if self.output_bias else None,
+            sinks=jnp.zeros((self.num_heads,), dtype) if self.has_sinks else None,
             **norms,
         )
 
@@ -122,6 +125,9 @@ class Attention(Mixer):
         tensors.append(output)
         if self.output_bias:
             tensors.append(vector("output_bias", _OUTPUT, (hidden,), "bias"))
+        if self.has_sinks:
+            heads = (self.num_heads,)
+            tensors.append(vector("sinks", ("self_attn",), heads, "sinks", divided="outputs"))
         return tuple(tensors)
 
     def divides(self, ways: int) -> bool:
@@ -166,7 +172,7 @@ class Attention(Mixer):
         if self.v_norm:
             v = self.v_norm(v, params.v_norm)
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
-        scores = {"scale": self.scale, "soft_cap": self.soft_cap}
+        scores = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": params.sinks}
         scores = {name: value for name, value in scores.items() if value is not None}
         mixed = run.attend(index, q, k, v, window=self.window, **scores)
         mixed = mixed.swapaxes(1, 2)
@@ -232,3 +238,4 @@ class AttentionParams:
     q_norm: Array | None = None  # [head_dim], or [H * head_dim] if it ``norms_all_heads``
     k_norm: Array | None = None  # [head_dim], or [Hkv * head_dim]
     v_norm: Array | None = None  # [head_dim]
+    sinks: Array | None = None  # [H]

@@ -51,6 +51,25 @@ class ExpertNames:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1).
+
+    The gate is at most ``limit``, and the absolute value of up too. Gate and up are columns in
+    turn, 2j and 2j + 1.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, columns: Array) -> Array:
+        """Return the product [..., F] of columns [..., 2F]."""
+        pairs = columns.reshape(*columns.shape[:-1], -1, 2)
+        gate = jnp.minimum(pairs[..., 0], self.limit)
+        up = jnp.clip(pairs[..., 1], -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts(FeedForward):
     """A mixture of experts; static and hashable."""
 
@@ -75,6 +94,7 @@ class Experts(FeedForward):
     names: ExpertNames = ExpertNames()
     activation: str = "silu"  # see ``GatedMlp``
     matmul: str | None = None  # implementation of ops.grouped_matmul; None for the device's default
+    swiglu: ClampedSwiglu | None = None  # instead of silu(gate) * up
 
     title = "experts"
 
@@ -156,7 +176,7 @@ class Experts(FeedForward):
             kinds = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
             gate_up, down, sizes = (names.experts,), (names.experts,), (2 * wide,)
             fused = {"fused": names.fused}
-            columns |= fused | {"sections": (wide, wide)}
+            columns |= fused | ({"unit": 2} if self.swiglu else {"sections": (wide, wide)})
             rows, whole = rows | fused, whole | fused
         else:
             kinds = "weight", "weight", "bias", "bias"
@@ -410,8 +430,7 @@ def _by_blocks(config, stacks, x, token, weight, sizes) -> Array:
         if config.weighs_inputs:
             rows = rows * weight[clipped][:, None].astype(x.dtype)
         columns = product(rows, stacks.gate_up, stacks.gate_up_bias, expert)
-        columns = _gated(config, columns)
-        out = product(columns, stacks.down, stacks.down_bias, expert)
+        out = product(_gated(config, columns), stacks.down, stacks.down_bias, expert)
         is_here = pair < end[expert]
         scale = jnp.where(is_here, jnp.float32(1) if config.weighs_inputs else weight[clipped], 0)
         return total.at[token[clipped]].add(out * scale[:, None])
@@ -421,5 +440,7 @@ def _by_blocks(config, stacks, x, token, weight, sizes) -> Array:
 
 
 def _gated(config: Experts, columns: Array) -> Array:
-    """Return what the second matrices of experts take."""
+    """Return the inner values [..., F] of an expert, of columns [..., 2F]."""
+    if config.swiglu is not None:
+        return config.swiglu(columns)
     return gate(columns, 1 if config.expert_parallel else config.column_parts, config.activation)

@@ -30,7 +30,8 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV, dtype_of
+from jspec.core.entries import AttentionKV
+from jspec.core.scaled import numbers
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.blocks.arithmetic import Linear, by_rows, normal
@@ -216,13 +217,14 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
         index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
     ) -> Array:
         entry = cache.layers[index]
+        block = entry.holding(k, v)
         square = (slots, slots)
         mask = np.tri(*square, dtype=bool) if is_causal(config, index) else np.ones(square, bool)
         words = trees.pack_bits(mask)
         return ops.attention(
             q,
-            k.astype(dtype_of(entry.k)),
-            v.astype(dtype_of(entry.v)),
+            numbers(block.k),
+            numbers(block.v),
             jnp.broadcast_to(words, (batch, *words.shape)),
             entry.k,
             entry.v,

@@ -1,0 +1,129 @@
+"""KV caches in fp8 and int8: texts depend on no drafter, page, preemption or warm prefix."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jspec.api.backends import Backends
+from jspec.core import kv_cache, trees
+from jspec.core.entries import AttentionKV, LatentKV
+from jspec.core.scaled import LIMITS, Scaled
+from jspec.core.types import Params
+from jspec.drafters import NoDrafter
+from jspec.engine.engine import Engine
+from jspec.engine.plan import Plan
+from jspec.models.decoder import Decoder
+from tests import tiny
+from tests.drafters import dflashes, heads
+from tests.engine.test_pages import AMPLE, SCARCE, paged, run, sequences, texts
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8")
+# The largest error of a number, relative to the largest of its vector.
+NOISE = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3, "int8": 0.5 / 127}
+DRAFTERS = {
+    "eagle3": (heads, "eagle3", dict(tree="eagle2", tree_size=9, tree_top_k=3)),
+    "dflash": (dflashes, "sliding", dict(tree="best_first", tree_size=8)),
+}
+
+
+def target(name):
+    """Return the tiny target with a cache in a format."""
+    return Decoder(dataclasses.replace(tiny.TARGET.config, kv_cache_dtype=name))
+
+
+def narrow(drafter, dtype):
+    """Return a drafter whose cache has another format."""
+    config = Backends().running(drafter.config, None, dtype)
+    return dataclasses.replace(drafter, config=config)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_the_closest_of_their_format_and_none_is_clipped(name):
+    x = np.random.default_rng(0).standard_normal((3, 5, 64)).astype(np.float32)
+    x[0, 0], x[1, 1, 3], x[2, 2] = 0, 1e30, 1e-30
+    x[1, 2, 0] = np.nan
+    stored = Scaled.of(jnp.asarray(x), name, np.dtype(np.float32))
+    assert (stored.values.dtype.itemsize, stored.scales.shape) == (1, (3, 5, 1))
+    result = np.array(stored.numbers())
+    assert np.isnan(result[1, 2]).all()
+    x[1, 2], result[1, 2] = 0, 0
+    largest = np.abs(x).max(-1, keepdims=True)
+    np.testing.assert_allclose(np.abs(result).max(-1), largest[..., 0], rtol=1e-6)
+    assert (np.abs(result - x) <= NOISE[name] * largest * (1 + 1e-5)).all()
+    if name != "int8":
+        scales = np.where(largest > 0, largest / LIMITS[name], 1)
+        by_ml_dtypes = (x / scales).astype(getattr(ml_dtypes, name)).astype(np.float32) * scales
+        np.testing.assert_allclose(result, by_ml_dtypes, rtol=1e-6)
+
+
+def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
+    entry = AttentionKV.empty(2, 2, 8, 16, jnp.float32)
+    latent = LatentKV.empty(2, 8, 24, jnp.float32)
+    for each in (entry, latent):
+        pool = each.stored_as("int8").pool(5, 4, jnp.bfloat16, in_bits=True)
+        assert isinstance(pool.k, Scaled)
+        assert (pool.k.values.dtype, pool.k.dtype) == (jnp.int8, jnp.float32)
+        assert pool.k.scales.shape == (5, each.k.shape[1], 4, 1)
+        plain = each.stored_as("float32").pool(5, 4, jnp.bfloat16, in_bits=True)
+        assert plain.k.dtype == jnp.float32
+        assert each.pool(5, 4, jnp.bfloat16, in_bits=True).k.dtype == jnp.uint16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_rounded_keys_and_values_however_a_text_is_cut(name):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.VOCAB, (2, 24)), jnp.int32)
+    params, model = tiny.params().target, target(name)
+
+    def chunks(model, size):
+        forward = jax.jit(functools.partial(model.forward, params))
+        tree, cache, logits = trees.from_parents(trees.chain(size - 1), size - 1), None, []
+        cache = model.init_cache(2, 32)
+        every = jnp.broadcast_to(jnp.arange(size), (2, size))
+        for first in range(0, 24, size):
+            output = forward(tokens[:, first : first + size], tree, cache)
+            logits.append(output.logits)
+            cache = kv_cache.append(cache, output.tree_kv, every, jnp.full((2,), size))
+        return np.concatenate(logits, 1)
+
+    once = chunks(model, 24)
+    np.testing.assert_allclose(chunks(model, 4), once, atol=5e-6)
+    plain = chunks(tiny.TARGET, 24)
+    error, size = np.abs(once - plain).max(), np.abs(plain).max()
+    assert 1e-4 * size < error < 2 * NOISE[name] * size  # in two layers
+
+
+@functools.cache
+def expected(name):
+    """Return the texts without a drafter, over contiguous caches."""
+    plan = Plan(target(name), NoDrafter(), "coupled", node_buckets=(1,))
+    engine = Engine(plan, Params(tiny.params().target), num_slots=3, capacity=64, shared=())
+    tickets = [engine.submit(row) for row in sequences()]
+    while not engine.is_idle:
+        engine.step()
+    return texts(tickets)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "draft_dtype"),
+    [("float8_e4m3fn", "eagle3", "int8"), ("int8", "dflash", "fp8_e5m2"), ("int8", "eagle3", None)],
+)
+def test_texts_do_not_depend_on_drafter_pages_prefix_or_preemption(name, method, draft_dtype):
+    module, kind, tree = DRAFTERS[method]
+    drafter, weights = module.drafter(kind, 3, **tree), module.random_params(kind)
+    plan = Plan(
+        target(name), narrow(drafter, draft_dtype), "coupled", node_buckets=(drafter.tree_size,)
+    )
+    params = Params(tiny.params().target, weights)
+    engine = paged(plan, params, AMPLE)
+    for is_warm in (False, True):
+        before = engine.pool.blocks.hits
+        assert texts(run(engine, sequences())) == expected(name)
+        assert (engine.pool.blocks.hits > before) or not is_warm
+    scarce = run(paged(plan, params, SCARCE), sequences(), rounds=2)
+    assert sum(ticket.num_preemptions for ticket in scarce) > 0
+    assert texts(scarce) == expected(name)
