@@ -330,6 +330,16 @@ ROWS = {
             },
         },
     ),
+    "gpt_oss": Row(
+        checkpoints="gpt-oss-20b, gpt-oss-120b, in bfloat16",
+        heads="EAGLE-3",
+        features="sinks; windows; biased experts with a clamped SwiGLU",
+        cases={
+            "gpt_oss": _rope("yarn", **_YARN, truncate=False)
+            | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
+            | {"sliding_window": 6, "swiglu_limit": 1.5, "num_hidden_layers": 3},
+        },
+    ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
 ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)

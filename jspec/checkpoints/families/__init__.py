@@ -15,6 +15,7 @@ from jspec.checkpoints.families import (
     exaone4,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     llama,
     mimo,
@@ -47,6 +48,7 @@ _MODULES = (
     *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
     *(olmo2, olmo3, smollm3, phi3, granite),
     *(glm4, seed_oss, exaone4, cohere2),
+    gpt_oss,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
