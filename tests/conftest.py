@@ -41,6 +41,7 @@ _MORE = (
     "drafters",
     "checkpoints/test_parts.py",
     "checkpoints/test_quantization.py",
+    "checkpoints/test_quantised_formats.py",
     "core/test_quantized.py",
     "engine/test_budget.py",
     "engine/test_captured.py",

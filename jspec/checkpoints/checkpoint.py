@@ -29,7 +29,7 @@ from jspec.checkpoints.families.names import (
 )
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
-from jspec.checkpoints.quantised import on_the_fly
+from jspec.checkpoints.quantised import formats, on_the_fly, reading
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.sharding.placement import Placement, as_placement
 from jspec.util import staging
@@ -58,14 +58,18 @@ def outline(
 
     ``path`` may be that of a config.json too.
     """
-    scheme = on_the_fly.scheme_of(quantization)
     source, raw = _raw_config(path)
+    scheme = on_the_fly.scheme_of(quantization, formats.method_of(raw))
     config = _read_config(source, raw)
     dtype = dtype or model_files.stated_dtype(raw) or _stored_dtype(source.parent)
     dtype = model_files.known_dtype(dtype)
     entries = families.find(raw).table(config)
     on_the_fly.check(entries, scheme)
-    shapes = [on_the_fly.outlined(entry, dtype, scheme) for entry in entries]
+    tensors = formats.outlined(formats.of(raw), entries)
+    shapes = [
+        on_the_fly.outlined(entry, reading.outlined(entry, tensors, dtype), scheme)
+        for entry in entries
+    ]
     return model_files.with_precision(config, dtype), assemble(config, entries, shapes), raw
 
 
@@ -116,10 +120,10 @@ def load_pretrained(
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
     """
-    scheme = on_the_fly.scheme_of(quantization)
     file = gguf_files.find(path)
     directory = file or model_files.locate_weights(path)
     source, raw = _raw_config(directory)
+    scheme = on_the_fly.scheme_of(quantization, formats.method_of(raw))
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
     if file:
@@ -127,6 +131,7 @@ def load_pretrained(
     else:
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)
+    tensors = formats.opened(formats.of(raw), entries, tensors, directory)
     ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():
@@ -140,7 +145,9 @@ def load_pretrained(
     placements = [sharding and as_placement(sharding(entry.path)) for entry in entries]
     pairs = zip(entries, placements, strict=True)
     arrays = [
-        on_the_fly.quantised(entry, entry.read(tensors, dtype, placement), scheme, placement)
+        on_the_fly.quantised(
+            entry, reading.read(entry, tensors, dtype, placement), scheme, placement
+        )
         for entry, placement in pairs
     ]
     return model_files.with_precision(config, dtype), assemble(config, entries, arrays), raw
@@ -183,7 +190,7 @@ def save_pretrained(
     Raises:
       ValueError: ``raw_config`` describes another model, or ``params`` do not fit ``config``.
     """
-    raw = dict(hf_config(config) if raw_config is None else raw_config)
+    raw = formats.without(hf_config(config) if raw_config is None else raw_config)
     differing = families.different_fields(_read_config("raw_config", raw), config)
     if differing:
         raise ValueError(
@@ -306,6 +313,7 @@ def generation_config(source: PathLike) -> dict | None:
 
 def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
     try:
-        return families.find(raw).read(raw)
+        formats.of(raw)  # raises for a format that is not read
+        return families.find(raw).read(formats.without(raw))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None

@@ -54,7 +54,8 @@ def made(code, parts=(), *, packed=False, axis=-2, dtype="float32"):
     array = array * spread(whole(scales)) + (0 if minima is None else spread(whole(minima)))
     if order is not None:
         array = array[np.argsort(order)]
-    stored = lambda pair: Factors(*(None if x is None else jnp.array(lay(x)) for x in pair))
+    array_of = lambda x: None if x is None else jnp.array(lay(x))
+    stored = lambda pair: Factors(inner=array_of(pair[0]), outer=array_of(pair[1]))
     nibbles = code in quantized.NIBBLES
     values = stored_nibbles(lay(values), axis, numbers, packed=packed) if nibbles else lay(values)
     weight = Quantized(

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 
 from jspec.checkpoints.families.names import Entry
 from jspec.core.quantized import SCHEMES, Scheme, quantize
@@ -19,15 +18,22 @@ from jspec.util.messages import did_you_mean, shown
 _WHOLE = ("head", "router")  # The last fields of paths that keep their dtype.
 
 
-def scheme_of(name: Any) -> Scheme | None:
+def scheme_of(name: Any, method: Any = None) -> Scheme | None:
     """Return the scheme of a ``quantization``; None for none.
 
+    ``method`` is that of weights that are quantised; it may be named too.
+
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is none of that name, or the weights are quantised otherwise.
     """
-    if name is None:
+    if name is None or (name == method and isinstance(name, str)):
         return None
-    if name not in SCHEMES:
+    if method is not None and name in SCHEMES:
+        raise ValueError(
+            f"quantization={shown(name)} is for weights that are not quantised, but these are "
+            f"({shown(method)}); leave it out."
+        )
+    if not isinstance(name, str) or name not in SCHEMES:
         known = ", ".join(map(repr, SCHEMES))
         raise ValueError(
             f"quantization={shown(name)} is not supported; use one of {known}, or leave it out for "
@@ -69,9 +75,8 @@ def quantised(
     return jax.block_until_ready(made)
 
 
-def outlined(entry: Entry, dtype: np.dtype, scheme: Scheme | None) -> Any:
+def outlined(entry: Entry, shape: Any, scheme: Scheme | None) -> Any:
     """Return ``quantised`` with shapes for arrays."""
-    shape = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
     if scheme is None or not takes(entry):
         return shape
     packed = jax.default_backend() == "cpu"

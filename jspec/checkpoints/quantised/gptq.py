@@ -1,0 +1,80 @@
+"""GPTQ: inputs packed into words, [in / 8, out], and with act-order a group number for each."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jspec.checkpoints.quantised import format as shared
+from jspec.checkpoints.quantised.format import SCALES, Expected, Format
+from jspec.checkpoints.quantised.stored import NIBBLES, Rows, StoredTensor, nibbles
+
+METHODS = ("gptq",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gptq(Format):
+    """Groups of inputs with a scale and a zero point."""
+
+    bits: int
+    group_size: int
+    act_order: bool
+    plus: int  # added to stored zero points
+    ignored: tuple[str, ...] = ()
+
+    def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
+        """See ``Format``."""
+        (outputs, inputs), count = shape, 32 // self.bits
+        groups = shared.groups_of(inputs, self.group_size, module)
+        words = shared.groups_of(inputs, count, module)
+        columns = shared.groups_of(outputs, count, f"the outputs of {module}")
+        return {
+            f"{module}.qweight": (((words, outputs),), ("int32",)),
+            f"{module}.qzeros": (((groups, columns),), ("int32",)),
+            f"{module}.scales": (((groups, outputs),), SCALES),
+            **({f"{module}.g_idx": (((inputs,),), ("int32",))} if self.act_order else {}),
+        }
+
+    def optional(self, module: str) -> tuple[str, ...]:
+        """See ``Format``; files have group numbers without act-order too."""
+        return (f"{module}.g_idx",)
+
+    def stored(
+        self, module: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]
+    ) -> StoredTensor:
+        """See ``Format``."""
+        words, zeros, scales = (
+            tensors[f"{module}.{name}"] for name in ("qweight", "qzeros", "scales")
+        )
+        order = None
+        if self.act_order:
+            order = shared.order_of(f"{module}.g_idx", tensors[f"{module}.g_idx"], len(scales))
+        kind = NIBBLES["uint4"] if self.bits == 4 else np.dtype(np.uint8)
+
+        def values(rows: slice) -> np.ndarray:
+            numbers = nibbles(np.ascontiguousarray(words[:, rows].T), self.bits)
+            return (numbers if order is None else numbers[:, order]).astype(kind)
+
+        def points(rows: slice) -> np.ndarray:
+            numbers = nibbles(np.ascontiguousarray(zeros), self.bits)[:, rows].T
+            return numbers + np.asarray(self.plus, np.uint16)
+
+        return StoredTensor(
+            shape,
+            {
+                "values": Rows(shape, kind, values),
+                "zeros": Rows(scales.shape[::-1], np.dtype(np.uint16), points),
+                "scales": shared.columns(scales),
+            },
+            order,
+        )
+
+
+def read(raw: Mapping[str, Any]) -> Gptq:
+    """Return the format of a config."""
+    bits = shared.check(raw, "bits", (4, 8))
+    kind = shared.check(raw, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    order = shared.check(raw, "desc_act", (True, False), False)
+    size = shared.size_of_group(raw)
+    return Gptq(bits, size, order and size != -1, int(kind == "gptq"))

@@ -1,0 +1,112 @@
+"""Quantised tensors of files as weights on devices, and their shapes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.checkpoints.families.names import Entry
+from jspec.checkpoints.quantised.stored import NIBBLES, StoredTensor
+from jspec.core.quantized import Factors, Quantized, stored_nibbles
+from jspec.core.types import Array
+from jspec.core.weights import Transposed, Weight
+from jspec.sharding.placement import Placement
+
+
+def read(
+    entry: Entry, tensors: Mapping[str, Any], dtype: np.dtype, placement: Placement | None = None
+) -> Array | Weight:
+    """Return ``entry.read``, quantised if all of its tensors are, in one form.
+
+    Others are multiplied out.
+    """
+    if not is_quantised(entry, tensors):
+        return entry.read(tensors, dtype, placement)
+    return _made(entry, tensors, dtype, placement, shapes=False)
+
+
+def outlined(entry: Entry, tensors: Mapping[str, Any], dtype: np.dtype) -> Any:
+    """Return ``read`` with shapes for arrays."""
+    if not is_quantised(entry, tensors):
+        return jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
+    return _made(entry, tensors, dtype, None, shapes=True)
+
+
+def is_quantised(entry: Entry, tensors: Mapping[str, Any]) -> bool:
+    """Return whether an entry stays quantised: its tensors have one form."""
+    stored = [tensors.get(name) for name in entry.names]
+    if entry.float32 or not all(isinstance(each, StoredTensor) for each in stored):
+        return False
+    return len({each.form for each in stored}) == 1
+
+
+def _made(
+    entry: Entry,
+    tensors: Mapping[str, StoredTensor],
+    dtype: np.dtype,
+    placement: Placement | None,
+    *,
+    shapes: bool,
+) -> Weight:
+    first = tensors[entry.names[0]]
+    on_cpu = jax.default_backend() == "cpu" and placement is None
+    swapped = on_cpu and entry.transpose
+    laid = dataclasses.replace(entry, transpose=entry.transpose and not swapped)
+    axis = -2 if laid.transpose else -1
+    groups = first.arrays["scales"].shape[-1]
+
+    def array(name: str) -> Any:
+        if name not in first.arrays:
+            return None
+        part, kind = _of_array(laid, tensors, name), first.arrays[name].dtype
+        packs = name == "values" and kind.name in NIBBLES and on_cpu
+        if shapes:
+            shape = list(part.shape)
+            shape[axis] //= 2 if packs else 1
+            return jax.ShapeDtypeStruct(tuple(shape), np.uint8 if packs else kind)
+        arrays = {each: tensors[each].arrays[name] for each in entry.names}
+        if placement is not None:
+            return part.read(arrays, kind, placement.of_part(part.shape, len(part.shape)))
+        values = part.join(arrays, kind)
+        values = stored_nibbles(values, axis, groups, packed=True) if packs else values
+        return jax.device_put(values)
+
+    def factors(name: str) -> Factors | None:
+        inner = array(name)
+        return None if inner is None else Factors(inner, array(f"outer_{name}"))
+
+    weight = Quantized(
+        values=array("values"),
+        scales=factors("scales"),
+        zeros=array("zeros"),
+        minima=factors("minima"),
+        order=_order(entry, first, placement, shapes=shapes),
+        axis=axis,
+        name=entry.dtype(dtype).name,
+        code=first.arrays["values"].dtype.name
+        if on_cpu and first.arrays["values"].dtype.name in NIBBLES
+        else "",
+    )
+    weight = Transposed(weight) if swapped else weight
+    return weight if shapes else jax.block_until_ready(weight)
+
+
+def _of_array(entry: Entry, tensors: Mapping[str, StoredTensor], name: str) -> Entry:
+    """Return the entry of one array of quantised tensors, as wide as that array."""
+    width = tensors[entry.names[0]].arrays[name].shape[-1]
+    shapes = tuple((shape[0], width) for shape in entry.shapes)
+    fused = "outputs" if entry.fused else entry.fused
+    return dataclasses.replace(entry, shapes=shapes, fused=fused, by_linear=False)
+
+
+def _order(entry: Entry, first: StoredTensor, placement: Placement | None, *, shapes: bool) -> Any:
+    if first.order is None:
+        return None
+    order = np.asarray(first.order, np.int32)
+    order = np.tile(order, (entry.stack, 1)) if entry.stack else order
+    if shapes:
+        return jax.ShapeDtypeStruct(order.shape, order.dtype)
+    rank = 3 if entry.stack else 2
+    return jax.device_put(order) if placement is None else placement.of_part((1,), rank).put(order)

@@ -1,0 +1,180 @@
+"""Quantised checkpoints by the formulas of their formats, with the floats that they stand for."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+RNG = np.random.default_rng(7)
+FP8 = ml_dtypes.float8_e4m3fn
+_AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+class Case(NamedTuple):
+    """A format: its ``quantization_config``, and the tensors and floats of a module."""
+
+    config: dict
+    write: Callable[[tuple[int, int]], tuple[dict[str, np.ndarray], np.ndarray]]
+
+
+def _scales(shape, dtype, inputs):
+    return (RNG.uniform(0.2, 0.4, shape) / inputs**0.5).astype(dtype)
+
+
+def _spread(factors, inputs):
+    return np.repeat(factors.astype(np.float32), inputs // factors.shape[-1], -1)
+
+
+def _packed(values, bits=4):
+    """Return whole numbers from 0 on in int32 words along the last axis, the first in low bits."""
+    count = 32 // bits
+    words = np.zeros((*values.shape[:-1], -(-values.shape[-1] // count)), np.uint32)
+    for index in range(values.shape[-1]):
+        words[..., index // count] |= values[..., index].astype(np.uint32) << bits * (index % count)
+    return words.view(np.int32)
+
+
+def _fp8(block=None, ending="weight_scale_inv"):
+    def write(shape):
+        outputs, inputs = shape
+        weight = (RNG.normal(size=shape) * 3).astype(FP8)
+        if block:
+            scale = _scales((-(-outputs // block[0]), inputs // block[1]), np.float32, inputs)
+            rows = np.repeat(scale, block[0], 0)[:outputs]
+        else:
+            scale = _scales((outputs, 1) if ending == "by output" else (), np.float32, inputs)
+            rows = np.broadcast_to(scale.reshape(-1, 1), (outputs, 1))
+        name = ending if block else "weight_scale"
+        floats = weight.astype(np.float32) * _spread(rows, inputs)
+        return {"weight": weight, name: scale}, floats
+
+    return write
+
+
+def _awq(group):
+    def write(shape):
+        outputs, inputs = shape
+        q, z = (
+            RNG.integers(0, 16, (inputs, outputs)),
+            RNG.integers(0, 16, (inputs // group, outputs)),
+        )
+        scales = _scales((inputs // group, outputs), np.float16, inputs)
+
+        def words(x):
+            result = np.zeros((len(x), outputs // 8), np.uint32)
+            for column in range(outputs // 8):
+                for i in range(8):
+                    codes = x[:, column * 8 + _AWQ[i]].astype(np.uint32)
+                    result[:, column] |= codes << 4 * i
+            return result.view(np.int32)
+
+        floats = (q - np.repeat(z, group, 0)) * np.repeat(scales.astype(np.float32), group, 0)
+        return {"qweight": words(q), "qzeros": words(z), "scales": scales}, floats.T
+
+    return write
+
+
+def _gptq(group, bits=4, act_order=False, plus=1):
+    # Modules with the same input have the same order of their columns.
+    orders = {}
+
+    def write(shape):
+        outputs, inputs = shape
+        groups = inputs // group
+        most = 2**bits
+        q = RNG.integers(0, most, (inputs, outputs))
+        z = RNG.integers(plus, most, (groups, outputs))
+        scales = _scales((groups, outputs), np.float16, inputs * (4 ** (bits - 4)) ** 2)
+        number = np.arange(inputs) // group
+        if act_order:
+            number = orders.setdefault(inputs, RNG.permutation(number))
+        tensors = {
+            "qweight": _packed(q.T, bits).T.copy(),
+            "qzeros": _packed(z - plus, bits),
+            "scales": scales,
+            "g_idx": number.astype(np.int32),
+        }
+        return tensors, ((q - z[number]) * scales[number].astype(np.float32)).T
+
+    return write
+
+
+def _compressed(bits, *, group=None, symmetric=True, packed=True, act_order=False, fp8=False):
+    orders = {}
+
+    def write(shape):
+        outputs, inputs = shape
+        groups = inputs // group if group else 1
+        scales = _scales((outputs, groups), ml_dtypes.bfloat16, inputs * (4 ** (bits - 4)) ** 2)
+        half = 2 ** (bits - 1)
+        if fp8:
+            q = (RNG.normal(size=shape) * 3).astype(FP8)
+            scales = _scales((outputs, groups), ml_dtypes.bfloat16, inputs)
+        else:
+            q = RNG.integers(-half, half, shape)
+        number = np.arange(inputs) // (inputs // groups)
+        if act_order:
+            number = orders.setdefault(inputs, RNG.permutation(number))
+        zeros = RNG.integers(-half, half, scales.shape) * (not symmetric)
+        floats = (q.astype(np.float32) - zeros[:, number]) * scales.astype(np.float32)[:, number]
+        tensors = {"weight_scale": scales}
+        if not packed:
+            return tensors | {"weight": q if fp8 else q.astype(np.int8)}, floats
+        tensors["weight_packed"] = _packed(q + half, bits)
+        tensors["weight_shape"] = np.array(shape)
+        if not symmetric:
+            tensors["weight_zero_point"] = _packed((zeros + half).T, bits).T.copy()
+        if act_order:
+            tensors["weight_g_idx"] = number.astype(np.int32)
+        return tensors, floats
+
+    return write
+
+
+def _group(kind, bits, **weights):
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"} | weights
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+_GROUPED = {"strategy": "group", "group_size": 32}
+CASES = {
+    "fp8 blocks": Case(
+        {"quant_method": "fp8", "weight_block_size": [48, 32], "activation_scheme": "dynamic"},
+        _fp8((48, 32)),
+    ),
+    "fp8 tensors": Case({"quant_method": "fp8", "activation_scheme": "static"}, _fp8()),
+    "fp8 outputs": Case({"quant_method": "fbgemm_fp8"}, _fp8(ending="by output")),
+    "awq": Case(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        _awq(32),
+    ),
+    "gptq": Case({"quant_method": "gptq", "bits": 4, "group_size": 32}, _gptq(32)),
+    "gptq act-order": Case(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        _gptq(32, act_order=True),
+    ),
+    "gptq v2, 8 bits": Case(
+        {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
+        _gptq(64, 8, plus=0),
+    ),
+    "w4a16": Case(_group("pack-quantized", 4, **_GROUPED), _compressed(4, group=32)),
+    "w4a16 asymmetric": Case(
+        _group("pack-quantized", 4, symmetric=False, **_GROUPED),
+        _compressed(4, group=32, symmetric=False),
+    ),
+    "w4a16 act-order": Case(
+        _group("pack-quantized", 4, actorder="group", **_GROUPED),
+        _compressed(4, group=32, act_order=True),
+    ),
+    "w8a16": Case(_group("pack-quantized", 8), _compressed(8)),
+    "w8a8 int8": Case(_group("int-quantized", 8), _compressed(8, packed=False)),
+    "w8a8 fp8": Case(
+        _group("float-quantized", 8, type="float"), _compressed(8, packed=False, fp8=True)
+    ),
+}

@@ -1,0 +1,171 @@
+"""Checkpoints in every quantised format: weights to the bit, texts, and files that are damaged."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.files import safetensors_files
+from jspec.core.weights import Weight, as_array
+from jspec.engine.memory import bytes_of
+from jspec.models import decoder
+from tests import eight_devices, networks
+from tests.checkpoints import quantised_writing
+from tests.checkpoints.quantised_writing import CASES
+
+CONFIG = networks.build(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=256,
+)
+
+
+def files_of(directory):
+    raw = json.loads((directory / "config.json").read_text())
+    return raw, dict(safetensors_files.read(directory / "model.safetensors"))
+
+
+def write(directory, raw, tensors):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    layout = [(name, x.shape, x.dtype) for name, x in tensors.items()]
+    safetensors_files.write(directory / "model.safetensors", layout, tensors.values())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory):
+    params = networks.loud(decoder.init_params(jax.random.key(0), CONFIG))
+    directory = tmp_path_factory.mktemp("floats")
+    checkpoint.save_pretrained(directory, CONFIG, params)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def both(floats, tmp_path_factory):
+    """Return a function: directories of a quantised checkpoint, and of its floats."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            raw, tensors = files_of(floats)
+            quantised, plain = dict(tensors), dict(tensors)
+            for key in [key for key in tensors if "proj" in key]:
+                parts, plain[key] = CASES[name].write(tensors[key].shape)
+                del quantised[key]
+                module = key.removesuffix(".weight")
+                quantised |= {f"{module}.{end}": part for end, part in parts.items()}
+                plain[key] = plain[key].astype(np.float32)
+            root = tmp_path_factory.mktemp("both")
+            quantised_raw = raw | {"quantization_config": CASES[name].config}
+            made[name] = (
+                write(root / "quantised", quantised_raw, quantised),
+                write(root / "plain", raw, plain),
+            )
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_to_the_bit_those_of_the_formula(both, name):
+    quantised, plain = (jspec.load(path) for path in both(name))
+    leaves = jax.tree.leaves_with_path(plain.params)
+    for (path, expected), actual in zip(
+        leaves, map(as_array, jax.tree.leaves(quantised.params, is_leaf=is_weight)), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected, err_msg=jax.tree_util.keystr(path))
+    assert is_weight(quantised.params.layers[1].mixer.qkv)
+    tokens = np.array([[1, 2, 3, 4, 5, 9, 7]])
+    np.testing.assert_allclose(quantised.logits(tokens), plain.logits(tokens), rtol=1e-4, atol=2e-4)
+    outlined = checkpoint.outline(both(name)[0])[1]
+    assert bytes_of(outlined) == bytes_of(quantised.params)
+
+
+def is_weight(leaf):
+    return isinstance(leaf, Weight)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks"])
+def test_texts_with_speculation_are_those_without(both, name):
+    params = jspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    texts = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        settings = dict(max_num_seqs=2, max_model_len=64, block_size=16, num_gpu_blocks_override=8)
+        llm = jspec.LLM(str(both(name)[0]), config, **settings)
+        answers = llm.generate([[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], params)
+        texts.append([each.outputs[0].token_ids for each in answers])
+    assert texts[0] == texts[1]
+
+
+def test_a_method_may_be_named_and_no_scheme_comes_on_top(both):
+    directory = str(both("awq")[0])
+    assert bytes_of(checkpoint.outline(directory, quantization="awq")[1]) == bytes_of(
+        checkpoint.outline(directory)[1]
+    )
+    with pytest.raises(ValueError, match=r"'int8' is for weights that are not quantised.*'awq'"):
+        checkpoint.outline(directory, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("awq", {"quant_method": "bitsandbytes"}, r"\(quant_method 'bitsandbytes'\) are not read"),
+        ("awq", {"bits": 3}, "quant_method 'awq': bits=3 is not supported, only 4"),
+        ("awq", {"group_size": 48}, "group_size 48 does not divide the 64 inputs of model.layers"),
+        ("awq", {"group_size": 64}, r"qzeros is int32\[2, 8\], not int32\[1, 8\]"),
+        ("gptq", {"group_size": "x"}, "group_size='x' must be -1, or a whole number"),
+        ("gptq", {"desc_act": 1}, "desc_act=1 is not supported, only True or False"),
+        ("fp8 blocks", {"weight_block_size": [0]}, r"weight_block_size=\[0\] must be two whole"),
+        ("fp8 blocks", {"weight_block_size": [48, 24]}, "group_size 24 does not divide the 64"),
+        ("w4a16", {"format": "marlin-24"}, "format='marlin-24' is not supported"),
+        ("w4a16", {"config_groups": {}}, r"config_groups=\{\} must have one group"),
+        ("w4a16", {"ignore": ["re:("]}, r"ignore has 're:\(', which is no pattern"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused_in_one_line(both, tmp_path, name, change, error):
+    raw, tensors = files_of(both(name)[0])
+    raw["quantization_config"] |= change
+    with pytest.raises(ValueError, match=error) as caught:
+        checkpoint.load_pretrained(write(tmp_path, raw, tensors))
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_a_config_promises_must_be_there(both, tmp_path):
+    raw, tensors = files_of(both("gptq act-order")[0])
+    lost = "model.layers.1.mlp.down_proj.qzeros"
+    del tensors[lost]
+    tensors["model.layers.0.self_attn.o_proj.g_idx"] = np.zeros(64, np.int32) + 1
+    with pytest.raises(ValueError, match=r"must name each of its 2 groups of inputs equally often"):
+        checkpoint.load_pretrained(write(tmp_path, raw, tensors))
+    del tensors["model.layers.0.self_attn.o_proj.g_idx"]
+    with pytest.raises(ValueError, match=r"o_proj.g_idx is missing, .*down_proj.qzeros is missing"):
+        checkpoint.load_pretrained(write(tmp_path, raw, tensors))
+
+
+def test_compressed_tensors_unpacks_the_same_weights():
+    packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    torch = pytest.importorskip("torch")
+    values = torch.randint(-8, 8, (24, 40), dtype=torch.int8)
+    words = packing.pack_to_int32(values, 4).numpy()
+    ours = quantised_writing._packed(values.numpy().astype(np.int64) + 8)
+    np.testing.assert_array_equal(words, ours)
+
+
+def test_two_devices_have_half_of_the_groups_each_and_give_the_same_texts(both, floats):
+    names = ("gptq act-order", "fp8 blocks", "w4a16 asymmetric", "gptq v2, 8 bits")
+    directories = [both(name)[0] for name in names]
+    module = "tests.checkpoints.quantised_on_a_mesh"
+    ((*pairs, refusal),) = eight_devices.printed(module, *directories, floats)
+    for name, (is_same, share) in zip((*names[:-1], "int4"), pairs, strict=True):
+        assert is_same and share < 0.75, (name, share)  # Norms, orders and few scales are whole.
+    assert "4 devices cannot divide the 2 groups of a quantised weight" in refusal
