@@ -340,6 +340,36 @@ ROWS = {
             | {"sliding_window": 6, "swiglu_limit": 1.5, "num_hidden_layers": 3},
         },
     ),
+    "gemma2": Row(
+        checkpoints="Gemma 2 2B, 9B, 27B",
+        heads="",
+        features="norms of inputs and outputs; windows by layer; capped scores and logits",
+        cases={
+            "gemma2": {
+                "sliding_window": 6,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 3.0,
+                "query_pre_attn_scalar": 24,
+            },
+        },
+    ),
+    "gemma3_text": Row(
+        checkpoints="Gemma 3 270M to 27B, MedGemma; their text part",
+        heads="EAGLE-3",
+        features="Gemma 2 with norms of query and key heads, and a rope for layers with a window",
+        cases={
+            "gemma3_text": {
+                "sliding_window": 6,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "query_pre_attn_scalar": 24,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+        },
+    ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
 ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)

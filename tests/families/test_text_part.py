@@ -66,6 +66,22 @@ def folder(tmp_path_factory):
     return directory
 
 
+def test_the_text_part_of_gemma_3_is_that_of_a_model_of_images(tmp_path, caplog):
+    text = models.model("gemma3_text")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text.config.to_dict(), vision_config=vision)
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    with caplog.at_level(logging.WARNING):
+        config, params, raw = checkpoint.load_pretrained(tmp_path / "whole")
+    assert "left out: " in caplog.text and raw["model_type"] == "gemma3_text"
+    alone, expected, _ = checkpoint.load_pretrained(models.saved("gemma3_text", tmp_path))
+    assert config == alone
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
 def module():
     """Return a random module."""
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ from jspec.checkpoints.families import (
     common,
     deepseek_v3,
     exaone4,
+    gemma2,
+    gemma3_text,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -49,6 +51,7 @@ _MODULES = (
     *(olmo2, olmo3, smollm3, phi3, granite),
     *(glm4, seed_oss, exaone4, cohere2),
     gpt_oss,
+    *(gemma2, gemma3_text),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
