@@ -59,9 +59,10 @@ def test_defaults_are_those_of_transformers(model_type):
     undeclared |= {"sliding_window_pattern", "rope_local_base_freq"}
     assert set(ours) - set(fields) <= undeclared
     least = ours | {"max_position_embeddings": 8}
-    theta = theirs.default_theta
-    theta = theta["global"] if isinstance(theta, dict) else theta
-    assert theta == families.scaling.read(least, 2)[0].theta
+    least = families.FAMILIES[model_type].respelled(least)
+    rope = theirs.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert rope["rope_theta"] == families.scaling.read(least, 2)[0].theta
 
 
 def test_a_config_without_optional_keys_takes_the_defaults_of_its_family():
@@ -165,7 +166,7 @@ _PARTICULAR = {
     "seed_oss": {"attention_bias": True},
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 49.0},
 }
-_DESCRIBED_AS = {"mimo": "qwen2", "seed_oss": "qwen2", "phi3": "llama"}
+_DESCRIBED_AS = {"mimo": "qwen2", "seed_oss": "qwen2", "phi3": "llama", "ministral3": "llama"}
 
 
 @pytest.mark.parametrize("kind", ROPES)

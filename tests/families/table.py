@@ -370,6 +370,37 @@ ROWS = {
             },
         },
     ),
+    "ministral3": Row(
+        checkpoints="Ministral 3 3B, 8B, 14B (text part)",
+        heads="",
+        features="queries that grow with the position; YaRN",
+        cases={
+            "ministral3": _rope(
+                "yarn", **_YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4
+            )
+            | {"sliding_window": 40},
+        },
+    ),
+    "hunyuan_v1_dense": Row(
+        checkpoints="Hunyuan 0.5B to 7B Instruct",
+        heads="EAGLE-3",
+        features="norms of query and key heads behind the rotation",
+        cases={
+            "hunyuan_v1_dense": _rope("dynamic", alpha=3.0, factor=1.0) | {"attention_bias": True},
+        },
+    ),
+    "ernie4_5": Row(
+        checkpoints="ERNIE-4.5-0.3B",
+        heads="",
+        features="rotation of neighbours; biases",
+        cases={"ernie4_5": {"use_bias": True}},
+    ),
+    "apertus": Row(
+        checkpoints="Apertus 8B, 70B",
+        heads="",
+        features="an MLP with xIELU and no gate; norms of query and key heads",
+        cases={"apertus": _rope("llama3", **_LLAMA3) | {"attention_bias": True}},
+    ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
 ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)

@@ -21,14 +21,14 @@ _VISION = {
     "patch_size": 14,
     "head_dim": 8,
 }
-# A ``model_type``, the case of its text part, and the config of the other.
-WHOLES = {"mistral3": ("mistral", {"vision_config": {"model_type": "pixtral", **_VISION}})}
+# A ``model_type``, the case of its text part, and the config of the other part.
+_PIXTRAL = {"vision_config": {"model_type": "pixtral", **_VISION}}
+WHOLES = [("mistral3", case, _PIXTRAL) for case in ("mistral", "ministral3")]
 
 
 @pytest.mark.parametrize("published", [True, False])
-@pytest.mark.parametrize("kind", WHOLES)
-def test_the_text_part_loads_alone(kind, published, tmp_path, caplog):
-    case, others = WHOLES[kind]
+@pytest.mark.parametrize(("kind", "case", "others"), WHOLES)
+def test_the_text_part_loads_alone(kind, case, others, published, tmp_path, caplog):
     text = models.model(case)
     config = models.transformers.AutoConfig.for_model(
         kind, text_config=text.config.to_dict(), tie_word_embeddings=False, **others

@@ -50,9 +50,12 @@ PUBLISHED_ROPES = {
 
 @pytest.mark.parametrize("name", PUBLISHED_ROPES)
 def test_rotations_at_published_sizes_equal_those_of_transformers(name):
-    settings = {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072}
-    rope = {"rope_theta": 1e4, **PUBLISHED_ROPES[name]}
-    theirs = transformers.LlamaConfig(**settings, rope_parameters=rope)
+    theirs = transformers.LlamaConfig(
+        head_dim=128,
+        hidden_size=4096,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": 1e4, **PUBLISHED_ROPES[name]},
+    )
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     ours = families.find({"model_type": "llama"}).read(theirs.to_dict())
     for positions in (np.arange(-3, 16), np.array([4095]), np.array([4096, 30000, 131071])):

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jspec.checkpoints.families import (
+    apertus,
     cohere2,
     common,
     deepseek_v3,
+    ernie4_5,
     exaone4,
     gemma2,
     gemma3_text,
@@ -19,9 +21,11 @@ from jspec.checkpoints.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan_v1_dense,
     llama,
     mimo,
     minimax_m2,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -52,6 +56,7 @@ _MODULES = (
     *(glm4, seed_oss, exaone4, cohere2),
     gpt_oss,
     *(gemma2, gemma3_text),
+    *(ministral3, hunyuan_v1_dense, ernie4_5, apertus),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 

@@ -33,6 +33,7 @@ class Family:
       renamed: modules of a layer under Llama's names, and their names in this family's files.
         Llama has no norms of outputs; ours are ``post_self_attn_layernorm`` and
         ``post_mlp_layernorm``. Modules of one name are one tensor, in the order of Llama's.
+      respelled: returns a config.json in the keys of other families; defaults are filled in.
       fields: returns the fields of a ``DecoderConfig`` that others leave at their defaults, of a
         config.json with defaults filled in.
     """
@@ -45,6 +46,7 @@ class Family:
     describe: Callable[[DecoderConfig], dict]
     ropes_by_kind: bool = False
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    respelled: Callable[[dict], dict] = lambda raw: raw
     fields: Callable[[dict], dict[str, Any]] = lambda _: {}
 
     def table(self, config: DecoderConfig) -> tuple[Entry, ...]:
@@ -58,6 +60,7 @@ class Family:
         for key in SIZES:
             whole(raw, key)
         whole(raw, "max_position_embeddings")
+        raw = self.respelled(raw)
         if raw.get("num_nextn_predict_layers") is not None:  # MTP modules in the same files
             whole(raw, "num_nextn_predict_layers", least=0)
         layers = self.layers(raw)

@@ -39,6 +39,8 @@ class Entry(Tensor):
     def shape(self) -> tuple[int, ...]:
         """Shape in memory."""
         shapes = self.shapes[: self.per_matrix]
+        if not shapes[0]:
+            return ()
         joined = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         joined = joined[::-1] if self.transpose else joined
         return (self.stack, *joined) if self.stack else joined
@@ -75,6 +77,8 @@ class Entry(Tensor):
 
         ``bounds`` count the outputs in their ``order`` in memory, None for that of the names.
         """
+        if not self.shape:
+            return np.array(tensors[self.names[0]], self.dtype(dtype))
         out = np.empty([end - begin for begin, end in bounds], self.dtype(dtype))
         matrices, stacked = (range(*bounds[0]), out) if self.stack else ((0,), (out,))
         axes = bounds[1:] if self.stack else bounds
@@ -101,6 +105,9 @@ class Entry(Tensor):
 
     def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
         """Yield the tensors of the file, C-contiguous copies: the inverse of ``join``."""
+        if not self.shape:
+            yield np.array(array, self.dtype(dtype))
+            return
         for shape, part in zip(self.stored_shapes, self._parts(array), strict=True):
             out = np.empty(shape, self.dtype(dtype))
             _copy(out, part)
@@ -277,13 +284,11 @@ def _entry(
         return f"{prefix}.{renamed.get(module, module)}{dot}{kind}"
 
     pairs = zip(tensor.names, tensor.shapes, strict=True)
-    groups = [(name, [*group]) for name, group in itertools.groupby(pairs, name_of)]
-    shapes = [(sum(shape[0] for _, shape in group), *group[0][1][1:]) for _, group in groups]
-    fields = {
-        "path": (*path, *tensor.path),
-        "names": tuple(name for name, _ in groups),
-        "shapes": tuple(shapes),
-    }
+    named = {name: [x for _, x in group] for name, group in itertools.groupby(pairs, name_of)}
+    joined = (
+        (sum(x[0] for x in xs), *xs[0][1:]) if len(xs) > 1 else xs[0] for xs in named.values()
+    )
+    fields = {"path": (*path, *tensor.path), "names": tuple(named), "shapes": tuple(joined)}
     return Entry(**vars(tensor) | fields)
 
 

@@ -130,6 +130,12 @@ def of_kind(raw: dict, kind: str, theta: str = "rope_theta") -> dict:
     return raw | {"rope_scaling": scaling, "rope_theta": raw.get(theta)}
 
 
+def with_default(raw: dict, rope: dict) -> dict:
+    """Return a config.json with ``rope`` as its rotary parameters, if it states none."""
+    stated = raw.get("rope_scaling") or raw.get("rope_parameters")
+    return raw if stated else raw | {"rope_parameters": rope}
+
+
 def merged(raw: dict) -> dict:
     """Return the rotary keys of both spellings in one dict, with rope_type and rope_theta set."""
     keys: dict = {}

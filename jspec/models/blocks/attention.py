@@ -43,6 +43,8 @@ class Attention(Mixer):
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
         its query.
+      query_growth: queries at position p are multiplied by ``1 + growth * log(1 + floor(p / L))``,
+        where L is the original length of the rope (Llama 4); 0 for none.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
       has_sinks: whether a learned score of each head takes part in the softmax.
     """
@@ -63,6 +65,7 @@ class Attention(Mixer):
     interleaved: bool = False
     scale: float | None = None
     soft_cap: float | None = None
+    query_growth: float = 0.0
     gated: bool = False
     has_sinks: bool = False
 
@@ -171,6 +174,9 @@ class Attention(Mixer):
         q, k = self._turned(rotation, (q, params.q_norm), (k, params.k_norm))
         if self.v_norm:
             v = self.v_norm(v, params.v_norm)
+        if self.query_growth:
+            turns = (run.positions // self.rope.original_length).astype(jnp.float32)
+            q = q * (1 + self.query_growth * jnp.log1p(turns))[:, :, None, None]
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
         scores = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": params.sinks}
         scores = {name: value for name, value in scores.items() if value is not None}
