@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_TOKENS = 4096  # of one text: prompts of the questions and their answers
+_LONGEST_TEXT = 4096  # tokens, those of its prompt included
 
 
 class Worker:
@@ -29,7 +29,7 @@ class Worker:
 
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
-        params.n_parallel, params.n_ctx = batch_size, batch_size * _TOKENS
+        params.n_parallel, params.n_ctx = batch_size, batch_size * _LONGEST_TEXT
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.n_gpu_layers = params.port = params.cache_ram_mib = 0  # port 0: any free one
         if mode == "prompt_lookup":
