@@ -27,6 +27,7 @@ HYBRID = {"partial_rotary_factor": 1.0, "full_attention_interval": 3}
 MORE = {
     "glm4": {"partial_rotary_factor": 1.0},
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
+    "deepseek_v2": EXPERTS | LATENT,
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # equal lengths in all scalings
     "minimax_m2": {"head_dim": 16},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
@@ -285,6 +286,8 @@ def test_experts_and_latent_attention_read_back_the_same():
                 }
             },
         ),
+        ("deepseek_v2", {"q_lora_rank": None, "n_group": 2, "topk_group": 1}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
         ("glm4_moe", {"partial_rotary_factor": 0.25, "attention_bias": True}),
         ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": True}),
         ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "num_experts": 16}),

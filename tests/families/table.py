@@ -181,6 +181,22 @@ ROWS = {
             | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1},
         },
     ),
+    "deepseek_v2": Row(
+        checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
+        heads="",
+        features="latent attention; softmax experts in groups",
+        cases={
+            "deepseek_v2": _EXPERTS
+            | _rope("yarn", factor=8.0, original_max_position_embeddings=TRAINED, mscale=0.7)
+            | {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
+            | {"v_head_dim": 10, "q_lora_rank": None, "n_group": 4, "topk_group": 2}
+            | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1}
+            | {"topk_method": "group_limited_greedy"},
+            "deepseek_v2-greedy": _EXPERTS
+            | {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
+            | {"v_head_dim": 10, "q_lora_rank": 20, "num_key_value_heads": 4, "head_dim": 8},
+        },
+    ),
     "glm4_moe": Row(
         checkpoints="GLM-4.5, GLM-4.5-Air",
         heads="MTP in its files",

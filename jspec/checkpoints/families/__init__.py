@@ -12,6 +12,7 @@ from jspec.checkpoints.families import (
     apertus,
     cohere2,
     common,
+    deepseek_v2,
     deepseek_v3,
     ernie4_5,
     exaone4,
@@ -49,7 +50,7 @@ from jspec.util.messages import shown
 
 # By ``model_type``. ``describe`` uses the first family that can express a decoder.
 _MODULES = (
-    *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe),
+    *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe, deepseek_v2),
     *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
     *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
     *(olmo2, olmo3, smollm3, phi3, granite),

@@ -7,13 +7,18 @@ from jspec.models.decoder import DecoderConfig, Layer
 
 
 def _layers(raw: dict) -> tuple[Layer, ...]:
+    return experts.after_dense(raw, latent(raw, interleaved=flag(raw, "rope_interleave")))
+
+
+def latent(raw: dict, *, interleaved: bool) -> LatentAttention:
+    """Return the latent attention of a config.json."""
     rope_dim = whole(raw, "qk_rope_head_dim")
     if rope_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even, got {rope_dim}")
     num_heads, _, head_dim = common.heads(raw)
     common.rotated_size(raw, head_dim)  # refuses a part
     weight = scaling.merged(raw).get("mscale_all_dim", 0)
-    mixer = LatentAttention(
+    return LatentAttention(
         num_heads=num_heads,
         kv_rank=whole(raw, "kv_lora_rank"),
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank"),
@@ -21,13 +26,13 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
         rope_dim=rope_dim,
         value_dim=whole(raw, "v_head_dim"),
         rope=scaling.read(raw, rope_dim)[0],
-        interleaved=flag(raw, "rope_interleave"),
+        interleaved=interleaved,
         mscale=scaling.positive("mscale_all_dim", weight) if weight else 0.0,
     )
-    return experts.after_dense(raw, mixer)
 
 
-def _describe(config: DecoderConfig) -> dict:
+def describe_latent(config: DecoderConfig) -> dict:
+    """Return the inverse of ``latent``, without the interleaving."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, LatentAttention):
         raise ValueError(f"its layers have {mixer.title}")
@@ -38,7 +43,6 @@ def _describe(config: DecoderConfig) -> dict:
         "qk_nope_head_dim": mixer.nope_dim,
         "qk_rope_head_dim": mixer.rope_dim,
         "v_head_dim": mixer.value_dim,
-        "rope_interleave": mixer.interleaved,
         "attention_bias": False,
     }
     if mixer.mscale:
@@ -46,7 +50,13 @@ def _describe(config: DecoderConfig) -> dict:
         for spelling in ("rope_scaling", "rope_parameters"):
             if rope[spelling]:
                 written[spelling] = rope[spelling] | {"mscale_all_dim": mixer.mscale}
-    return written | experts.describe(config)
+    return written
+
+
+def _describe(config: DecoderConfig) -> dict:
+    written = describe_latent(config)
+    interleaved = config.layers[0].mixer.interleaved
+    return written | {"rope_interleave": interleaved} | experts.describe(config)
 
 
 FAMILY = Family(

@@ -49,11 +49,15 @@ MIXTRAL_NAMES = ExpertNames(
 )
 
 
-def after_dense(raw: dict, mixer: Mixer) -> tuple[Layer, ...]:
-    """Return the layers of a config.json: plain MLPs in the first ones, experts in the others."""
+def after_dense(raw: dict, mixer: Mixer, **fields: Any) -> tuple[Layer, ...]:
+    """Return the layers of a config.json: plain MLPs in the first ones, experts in the others.
+
+    ``fields`` are further ones of the experts.
+    """
     sizes = {field: whole(raw, key) for key, field in _SIZES.items()}
     experts = built(
         **sizes,
+        **fields,
         shared_size=sizes["intermediate_size"] * whole(raw, "n_shared_experts"),
         normalise=flag(raw, "norm_topk_prob"),
         scale=positive("routed_scaling_factor", raw["routed_scaling_factor"]),
