@@ -15,6 +15,7 @@ import pytest
 
 import jspec
 from jspec.checkpoints import checkpoint
+from jspec.checkpoints.families.names import Entry
 from jspec.checkpoints.files import model_files, safetensors_files
 from jspec.core.weights import Transposed, as_arrays
 from jspec.models.decoder import init_params
@@ -198,7 +199,9 @@ def test_files_of_torch_load_as_they_are(tmp_path, num_files):
         np.testing.assert_array_equal(again[name], tensor.numpy())
 
 
-def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(saved):
+def test_every_missing_unexpected_and_misshapen_tensor_is_listed_before_any_is_read(
+    saved, monkeypatch
+):
     def damage(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
@@ -206,6 +209,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(saved):
         tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
 
     edit_tensors(saved / model_files.WEIGHTS, damage)
+    monkeypatch.setattr(Entry, "read", None)
     with pytest.raises(ValueError) as error:
         checkpoint.load_pretrained(saved)
     message = str(error.value)

@@ -269,6 +269,23 @@ def test_unsupported_architectures_are_refused_and_the_known_ones_listed(raw):
         families.find(raw)
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "qwen4", "gates": 3}, "the nearest is model_type 'qwen3', which lacks 'ga"),
+        ({"model_type": "qwen4", "rms_norm_eps": 1e-5}, "'qwen3', which has the same keys; if the"),
+        (
+            {"model_type": "granit", "head_dim": 15},
+            "the nearest is model_type 'granite', but as such it fails: .*head_dim",
+        ),
+    ],
+)
+def test_an_unknown_family_names_the_nearest_and_what_differs(raw, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        families.find({**SIZES, "architectures": ["Qwen4ForCausalLM"], **raw})
+    assert "\n" not in str(raised.value)
+
+
 def test_experts_and_latent_attention_read_back_the_same():
     for model_type, settings in (
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2}),

@@ -39,6 +39,7 @@ def load(path: str, dtype: str, mesh: Mesh) -> LoadedModel:
 
     Raises:
       ValueError: it cannot be read.
+      OptionError: its logits are more than a product, which losses compute.
     """
     rules = partition.rules(loading.sizes(path), mesh.shape[TENSOR])
 
@@ -47,6 +48,10 @@ def load(path: str, dtype: str, mesh: Mesh) -> LoadedModel:
         return Placement(NamedSharding(mesh, rule.spec), rule.order)
 
     target = loading.load(path, dtype, placement)
+    config = target.config
+    if (config.logit_scale, config.logit_cap, config.head_bias) != (1, None, False):
+        remedy = "its logits are scaled, capped or biased, and losses are not; take another target"
+        raise bad_option("target", path, remedy)
     return dataclasses.replace(target, params=as_arrays(target.params))
 
 

@@ -16,6 +16,8 @@ from jspec.checkpoints.loading import LoadedModel
 from jspec.core.types import Array, Drafter
 from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.mlp import GatedMlp
+from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.rope import RopeConfig
 from jspec.models.decoder import DecoderConfig, Layer
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
@@ -311,20 +313,22 @@ def capture_layers(
 
 def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) -> DecoderConfig:
     """Return the sizes of a head's blocks, given its options; other sizes are the target's."""
-    theirs = target.layers[0]
+    theirs, norm = target.layers[0], RmsNorm(target.norm.eps)
     layer = Layer(
         mixer=Attention(
             theirs.mixer.num_heads,
             theirs.mixer.num_kv_heads,
             theirs.mixer.head_dim,
-            theirs.mixer.rope,
-            qk_norm=target.norm if qk_norm else None,
+            theirs.mixer.rope or RopeConfig(),
+            qk_norm=norm if qk_norm else None,
         ),
         feed_forward=GatedMlp(head.intermediate_size or theirs.feed_forward.dense_size),
-        norm=target.norm,
+        norm=norm,
     )
     return dataclasses.replace(
         target,
+        norm=norm,
+        embedding_scale=1.0,
         vocab_size=draft_vocab(head.draft_vocab_size, target),
         layers=(layer,) * layers,
         tie_embeddings=False,

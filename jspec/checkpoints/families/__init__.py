@@ -5,6 +5,8 @@ are missing, malformed, contradictory or not supported, and for decoders that no
 """
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,9 +76,34 @@ def find(raw: dict) -> Family:
     if family is None or architectures not in ([], [family.architecture]):
         raise ValueError(
             f"architecture {named or 'unnamed'} (model_type {shown(kind)}) is not "
-            f"supported; known, for text generation: {known}"
+            f"supported; known, for text generation: {known}{_nearest(raw)}"
         )
     return family
+
+
+# Keys without an effect on a network's output, or that are not of its network.
+_HARMLESS = re.compile(
+    r"architectures|model_type|auto_map|.*_id|.*dtype|.*drop(out)?|.*version|.*loss.*|use_cache"
+    r"|initializer_range|output_.*|pretraining_tp|rope_(theta|scaling|parameters)|max_window_layers"
+)
+
+
+def _nearest(raw: dict) -> str:
+    """Return a clause with the family whose name is the nearest to an unknown one's, or ""."""
+    names = difflib.get_close_matches(str(raw.get("model_type")), FAMILIES, n=1)
+    if not names or names[0] == raw.get("model_type"):
+        return ""
+    family = FAMILIES[names[0]]
+    start = f"; the nearest is model_type {names[0]!r}, "
+    try:
+        keys = family.write(family.read(raw)).keys()
+    except ValueError as error:
+        return f"{start}but as such it fails: {error}"
+    known = {*keys, *family.defaults, *family.neutral, *common.NEUTRAL}
+    others = [key for key in raw if key not in known and not _HARMLESS.fullmatch(str(key))]
+    if not others:
+        return f"{start}which has the same keys; if the network is the same too, set model_type"
+    return f"{start}which lacks {', '.join(shown(key) for key in others[:8])}"
 
 
 def describe(config: DecoderConfig) -> dict:

@@ -56,7 +56,7 @@ class Family:
     def read(self, raw: dict) -> DecoderConfig:
         """Return the decoder that a config.json describes."""
         raw = self.defaults | raw
-        _refuse(raw, _NEUTRAL | self.neutral)
+        _refuse(raw, NEUTRAL | self.neutral)
         for key in SIZES:
             whole(raw, key)
         whole(raw, "max_position_embeddings")
@@ -145,7 +145,7 @@ _MOST = dict.fromkeys(_COUNTS, 4096) | {"n_routed_experts": 1 << 16}
 
 # Keys by which related families change the computation. Other unread keys (dropout, initialisation,
 # token ids, ...) have no effect on inference.
-_NEUTRAL = {
+NEUTRAL = {
     "hidden_act": ("silu", "swish"),
     "attention_multiplier": (None,),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),
