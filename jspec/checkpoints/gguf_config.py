@@ -55,6 +55,27 @@ def _biases(file: GgufFile) -> dict:
     }
 
 
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _gemma(file: GgufFile) -> dict:
+    """Return the keys of Gemma 2 and 3 that files leave to llama.cpp, as it sets them.
+
+    Models of 46 and 62 layers, the largest ones, scale scores by the width of a share of the
+    stream, and others by that of a head.
+    """
+    get = lambda key: _number(file.get("{arch}." + key))
+    width, heads = get("embedding_length"), get("attention.head_count")
+    is_large = get("block_count") in (46, 62)
+    given = {
+        "query_pre_attn_scalar": width // heads if is_large else get("attention.key_length"),
+        "sliding_window": get("attention.sliding_window"),
+        "rope_local_base_freq": get("rope.freq_base_swa"),
+        **{key: get(key) for key in _CAPS},
+    }
+    return {key: value or None for key, value in given.items() if value is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Architecture:
     """One ``general.architecture``.
@@ -62,11 +83,15 @@ class _Architecture:
     Attributes:
       family: ``model_type`` of the family.
       permuted: whether the rows of q and k are stored as pairs of neighbours.
+      centred: whether norms, which the family stores minus one, are stored whole.
       special: returns keys that are particular to the family.
+      read: keys of ``_NEUTRAL`` that ``special`` reads.
     """
 
     family: str
     permuted: bool = False
+    centred: bool = False
+    read: tuple[str, ...] = ()
     special: Callable[[GgufFile], dict] = lambda _: {}
 
 
@@ -74,6 +99,8 @@ _ARCHITECTURES = {
     "llama": _Architecture("llama", permuted=True, special=_biases),
     "qwen2": _Architecture("qwen2"),
     "qwen3": _Architecture("qwen3"),
+    "gemma2": _Architecture("gemma2", centred=True, special=_gemma, read=_CAPS),
+    "gemma3": _Architecture("gemma3_text", centred=True, special=_gemma, read=_CAPS),
 }
 
 
@@ -95,7 +122,9 @@ def read(file: GgufFile) -> dict:
     wrong = [
         f"{name}.{key}={shown(value)}"
         for key, neutral in _NEUTRAL.items()
-        if (value := file.get("{arch}." + key)) is not None and value not in neutral
+        if key not in architecture.read
+        and (value := file.get("{arch}." + key)) is not None
+        and value not in neutral
     ]
     if wrong:
         raise ValueError(f"not supported: {', '.join(wrong)}")
@@ -142,7 +171,9 @@ def tensors(file: GgufFile, raw: dict, names: Iterable[str]) -> dict[str, GgufTe
     for name in names:
         tensor = stored.pop(table.get_name(name, (".weight", ".bias")), None)
         if tensor is not None:
-            renamed[name] = _ordered(name, tensor, raw) if architecture.permuted else tensor
+            tensor = _ordered(name, tensor, raw) if architecture.permuted else tensor
+            is_less = architecture.centred and name.endswith("norm.weight")
+            renamed[name] = dataclasses.replace(tensor, shift=-1.0) if is_less else tensor
     return renamed | stored
 
 

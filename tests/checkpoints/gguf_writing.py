@@ -17,11 +17,11 @@ KEYS = {
 
 def write(path, config, state, kind="F32", tokenizer=(), **options):
     """Write a model: a config of transformers, and its tensors as float32 arrays."""
-    arch = config.model_type
+    arch = config.model_type.removesuffix("_text")
     writer = gguf.GGUFWriter(path, arch, **options)
     for theirs, key in KEYS.items():
         getattr(writer, f"add_{key}")(getattr(config, theirs))
-    rope = dict(config.rope_parameters)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_rope_dimension_count(head_dim)
@@ -35,6 +35,11 @@ def write(path, config, state, kind="F32", tokenizer=(), **options):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
+        state = {name: x + 1 if name.endswith("norm.weight") else x for name, x in state.items()}
     for call, *values in tokenizer:
         getattr(writer, f"add_{call}")(*values)
     table = gguf.get_tensor_name_map(writer_arch(arch), config.num_hidden_layers)

@@ -30,6 +30,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
 CASES = {
     "llama": ("Llama", {"rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -38,6 +39,8 @@ CASES = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
     ),
+    "gemma2": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3", _GEMMA | {"num_hidden_layers": 6}),
     "qwen2": ("Qwen2", {}),
     "qwen3, yarn": (
         "Qwen3",
@@ -57,7 +60,8 @@ CASES = {
 
 def model_of(case):
     family, options = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    name = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
