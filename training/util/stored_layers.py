@@ -38,6 +38,10 @@ class StoredLayer:
     moe: Any = None
 
 
+# Weights that the first runs had no place for.
+_NEWER = {"mixer_output_norm", "feed_forward_output_norm", "v_norm", "sinks"}
+
+
 def to_stored(tree: Any) -> Any:
     """Return a pytree with a ``StoredLayer`` in place of every layer of a kind that has one."""
     is_layer = lambda x: isinstance(x, LayerParams)
@@ -52,12 +56,12 @@ def from_stored(tree: Any) -> Any:
 
 def _store(layer: LayerParams) -> StoredLayer | LayerParams:
     mixer, feed_forward = layer.mixer, layer.feed_forward
-    newer = layer.mixer_output_norm, layer.feed_forward_output_norm, vars(mixer).get("v_norm")
-    if any(weight is not None for weight in newer):
+    given = {name: x for part in (layer, mixer) for name, x in vars(part).items() if x is not None}
+    if _NEWER & given.keys():
         return layer
     fields = {"attention_norm": layer.mixer_norm, "mlp_norm": layer.feed_forward_norm}
     if isinstance(mixer, AttentionParams):
-        fields |= {name: weight for name, weight in vars(mixer).items() if name != "v_norm"}
+        fields |= {name: x for name, x in vars(mixer).items() if name not in _NEWER}
     elif isinstance(mixer, LatentAttentionParams):
         fields |= {"qkv": None, "output": mixer.output, "mla": mixer.replace(output=None)}
     else:
