@@ -173,7 +173,7 @@ def tensors(file: GgufFile, raw: dict, names: Iterable[str]) -> dict[str, GgufTe
         if tensor is not None:
             tensor = _ordered(name, tensor, raw) if architecture.permuted else tensor
             is_less = architecture.centred and name.endswith("norm.weight")
-            renamed[name] = dataclasses.replace(tensor, shift=-1.0) if is_less else tensor
+            renamed[name] = dataclasses.replace(tensor, offset=-1.0) if is_less else tensor
     return renamed | stored
 
 

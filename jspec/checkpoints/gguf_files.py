@@ -32,14 +32,14 @@ class GgufTensor:
       kind: ggml's type of the tensor, a member of ``gguf.GGMLQuantizationType``.
       shape: shape of the weights.
       order: the stored row of each row; None if they are the same.
-      shift: number that is added to what is stored.
+      offset: number that is added to what is stored.
     """
 
     data: np.ndarray
     kind: Any
     shape: tuple[int, ...]
     order: np.ndarray | None = None
-    shift: float = 0.0
+    offset: float = 0.0
 
     @property
     def dtype(self) -> np.dtype:
@@ -50,8 +50,8 @@ class GgufTensor:
         """Return rows, or columns of them, of which whole blocks of a quantisation are read."""
         import gguf
 
-        if self.shift:
-            return dataclasses.replace(self, shift=0.0)[index] + np.float32(self.shift)
+        if self.offset:
+            return dataclasses.replace(self, offset=0.0)[index] + np.float32(self.offset)
         rows, *columns = index if isinstance(index, tuple) else (index,)
         stored = self.data[rows if self.order is None else self.order[rows]]
         if not columns:
