@@ -72,6 +72,8 @@ class BatchInvariantDecoder(Decoder):
     def __post_init__(self):
         parts = (part for layer in self.config.layers for part in (layer.mixer, layer.feed_forward))
         present = {part.title: None for part in parts if type(part) not in (Attention, GatedMlp)}
+        if any(vars(layer.mixer).get("chunked") for layer in self.config.layers):
+            present["chunked attention"] = None
         if self.config.attention is not None:
             present[f"attention={self.config.attention!r}"] = None
         if self.config.kv_cache_dtype in LIMITS:

@@ -30,6 +30,7 @@ MORE = {
     "deepseek_v2": EXPERTS | LATENT,
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # equal lengths in all scalings
     "minimax_m2": {"head_dim": 16},
+    "llama4_text": {"head_dim": 16},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
 }
 
@@ -314,6 +315,8 @@ def test_experts_and_latent_attention_read_back_the_same():
         ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
         ("phimoe", {"lm_head_bias": True, "sliding_window": 8}),
         ("minimax_m2", {"rotary_dim": 8}),
+        ("llama4_text", {"moe_layers": [1], "attention_chunk_size": 8}),
+        ("llama4_text", {"attn_temperature_tuning": False, "use_qk_norm": False}),
     ):
         config = read(model_type, **settings)
         raw = families.describe(config)

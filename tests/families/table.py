@@ -346,6 +346,20 @@ ROWS = {
             },
         },
     ),
+    "llama4_text": Row(
+        checkpoints="Llama 4 Scout, Maverick; their text part",
+        heads="EAGLE-3",
+        features="attention in chunks; layers without rotation, whose queries grow; one expert "
+        "beside a shared one, which weighs its input",
+        cases={
+            "llama4_text": _rope("llama3", **_LLAMA3)
+            | {"num_hidden_layers": 4, "attention_chunk_size": 24, "floor_scale": 7}
+            | {"attn_scale": 0.3, "no_rope_layer_interval": 3, "interleave_moe_layer_step": 2}
+            | {"intermediate_size_mlp": 40, "num_local_experts": 4},
+            "llama4_text-full": {"attention_chunk_size": None, "attn_temperature_tuning": False}
+            | {"num_local_experts": 4, "use_qk_norm": False, "num_experts_per_tok": 2},
+        },
+    ),
     "gpt_oss": Row(
         checkpoints="gpt-oss-20b, gpt-oss-120b, in bfloat16",
         heads="EAGLE-3",

@@ -24,6 +24,10 @@ def attend_within(segments: Array | None) -> Attend:
         layer: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
     ) -> Array:
         del layer
+        if "chunked" in scores:
+            raise ValueError(
+                "layers with chunked attention cannot run in training; take another target."
+            )
         return causal(q, k, v, segments=segments, window=window, **scores)
 
     return attend

@@ -26,6 +26,7 @@ from jspec.checkpoints.families import (
     granite,
     hunyuan_v1_dense,
     llama,
+    llama4_text,
     mimo,
     minimax_m2,
     ministral3,
@@ -53,7 +54,7 @@ from jspec.util.messages import shown
 # By ``model_type``. ``describe`` uses the first family that can express a decoder.
 _MODULES = (
     *(llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe, deepseek_v2),
-    *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2),
+    *(qwen3_moe, qwen2_moe, mixtral, olmoe, phimoe, minimax_m2, llama4_text),
     *(qwen3_5_text, qwen3_5_moe_text, qwen3_next),
     *(olmo2, olmo3, smollm3, phi3, granite),
     *(glm4, seed_oss, exaone4, cohere2),

@@ -7,7 +7,7 @@ from jspec.util.messages import shown
 
 
 def _layers(raw: dict) -> tuple[Layer, ...]:
-    bias, rotated = flag(raw, "attention_bias"), _rotated(raw)
+    bias, rotated = flag(raw, "attention_bias"), rotated_layers(raw)
     mixer = common.attention(raw, qkv_bias=bias, output_bias=bias)
     slides = flag(raw, "use_sliding_window") and raw["sliding_window"] is not None
     kinds = common.layer_types(raw) or [KINDS[slides and not each] for each in rotated]
@@ -20,7 +20,7 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
     )
 
 
-def _rotated(raw: dict) -> list[int]:
+def rotated_layers(raw: dict) -> list[int]:
     """Return whether each layer rotates queries and keys."""
     count, given = whole(raw, "num_hidden_layers"), raw["no_rope_layers"]
     if given is None:

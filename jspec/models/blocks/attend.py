@@ -19,7 +19,9 @@ from jspec.models.blocks.arithmetic import rows_at
 #
 # M is T, or less if only some rows of a layer are computed. ``window`` is the layer's sliding
 # window, and ``scores`` are the arguments ``scale``, ``soft_cap`` and ``sinks`` of
-# ``ops.attention``. A layer whose cache has one buffer passes it as k and v.
+# ``ops.attention``. A layer whose cache has one buffer passes it as k and v. With ``chunked=True``
+# text is cut into chunks as long as the window, and a query sees its own; steps of a draft network
+# and training refuse that.
 Attend = Callable[..., Array]
 # recur(layer, visit) -> outputs of visit(entry, tree), which returns the values of the nodes too
 Recur = Callable[[int, Callable[[Entry, Tree], tuple[Array, Any]]], Array]
@@ -66,7 +68,14 @@ def attention_over(
     last = len(entries) - 1
 
     def attend(
-        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+        index: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        **scores: Any,
     ) -> Array:
         if packing is not None:
             q, k, v = (_by_tokens(packing.unpack, x) for x in (q, k, v))
@@ -74,6 +83,12 @@ def attention_over(
         # Round k and v like the cache, so that logits do not depend on which nodes are committed.
         entries[index] = new = entry.holding(k, v)
         visible = tree.ancestors if window is None else trees.within(tree, window)
+        seen_from = positions
+        if chunked:
+            # A window that ends with the chunk begins with it too.
+            seen_from = positions // window * window + window - 1
+            same = seen_from[:, :, None] == seen_from[:, None, :]
+            visible = visible & trees.pack_bits(same)
         queried = rows if index == last else None
         mixed = ops.attention(
             q,
@@ -85,7 +100,7 @@ def attention_over(
             length,
             table=cache.table_of(index),
             window=window,
-            positions=rows_at(positions, queried),
+            positions=rows_at(seen_from, queried),
             first_only=None if packing is None else packing.first_only,
             implementation=implementation,
             is_split=entry.has_split_queries,
@@ -130,6 +145,10 @@ def attention_beside(
     def attend(
         index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
     ) -> Array:
+        if "chunked" in scores:
+            raise ValueError(
+                "a draft network with chunked attention is not supported; take another one."
+            )
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
         new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
         entry = cache.layers[index]

@@ -44,7 +44,11 @@ class Attention(Mixer):
       gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
         its query.
       query_growth: queries at position p are multiplied by ``1 + growth * log(1 + floor(p / L))``,
-        where L is the original length of the rope (Llama 4); 0 for none.
+        where L is the original length of the rope; 0 for none.
+      growth_length: L in ``query_growth`` for positions counted from 1, as of Llama 4; None for the
+        original length of the rope.
+      chunked: whether a query sees the tokens of its own ``window`` alone: text is cut into chunks
+        of so many tokens.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
       has_sinks: whether a learned score of each head takes part in the softmax.
     """
@@ -66,6 +70,8 @@ class Attention(Mixer):
     scale: float | None = None
     soft_cap: float | None = None
     query_growth: float = 0.0
+    growth_length: int | None = None
+    chunked: bool = False
     gated: bool = False
     has_sinks: bool = False
 
@@ -175,10 +181,15 @@ class Attention(Mixer):
         if self.v_norm:
             v = self.v_norm(v, params.v_norm)
         if self.query_growth:
-            turns = (run.positions // self.rope.original_length).astype(jnp.float32)
+            if self.growth_length is None:
+                turns = run.positions // self.rope.original_length
+            else:
+                turns = (run.positions + 1) // self.growth_length
+            turns = turns.astype(jnp.float32)
             q = q * (1 + self.query_growth * jnp.log1p(turns))[:, :, None, None]
         q, k, v = (part.swapaxes(1, 2) for part in (rows_at(q, rows), k, v))
         scores = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": params.sinks}
+        scores["chunked"] = self.chunked or None
         scores = {name: value for name, value in scores.items() if value is not None}
         mixed = run.attend(index, q, k, v, window=self.window, **scores)
         mixed = mixed.swapaxes(1, 2)

@@ -116,7 +116,8 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Divide low frequencies by ``factor`` and keep high ones, with a ramp between (Llama 3.1)."""
     base = _default(rope, head_dim)
     turns = rope.original_length * base / (2 * math.pi)  # full turns within the trained length
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    width = rope.high_freq_factor - rope.low_freq_factor
+    ramp = (turns - rope.low_freq_factor) / (width or 1e-9)  # a step without a width
     ramp = np.clip(ramp, 0, 1)
     return ramp * base + (1 - ramp) * base / rope.factor
 
