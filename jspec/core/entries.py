@@ -7,8 +7,8 @@ each layer. After the verdict the entry appends those of the accepted path itsel
     state    [B, ...]       one value for all tokens, as of a recurrent layer; a row of the batch
 
 A state is a subclass of ``Entry`` that defines ``of_nodes`` and ``append``. Its ``of_nodes`` may be
-of another class: for a recurrence, what a node adds to the state. A text cannot begin behind a
-cached prefix then, as pages hold no states.
+of another class: for a recurrence, what a node adds to the state. Pages hold no states, so a text
+begins behind a cached prefix as far as an engine kept a copy (``jspec.engine.snapshots``).
 """
 
 import abc

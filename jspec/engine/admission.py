@@ -36,6 +36,7 @@ class Admission:
             runner.compile_launch(scheduler.slots, tables)
             scores = runner.prefill(prefill, tables)
             scheduler.advance(prefill)
+            runner.keep(prefill.sequences)
             self.num_prefilled += int(prefill.arrays.valid.sum())
             if scores is not None:
                 prefill.sequences[0].add_prompt_scores(scores)

@@ -6,7 +6,8 @@ on: up to its end, and for some drafters the token after it. A sequence that beg
 pages shares them. A free page stays cached until it is allocated again; the page freed first goes
 first.
 
-A sequence begins behind a prefix if every kind has the pages that its first query sees there.
+A sequence begins behind a prefix if every kind has the pages that its first query sees there, and
+if there is a snapshot of the states of recurrent layers.
 """
 
 import hashlib
@@ -15,6 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.engine.block_kind import BlockKind
+from jspec.engine.snapshots import Snapshots
+
+_BETWEEN = 512  # tokens between the snapshots of a long text
 
 
 class BlockPool:
@@ -24,6 +28,7 @@ class BlockPool:
       kinds: pages by kind, of one size; layers without a window come first.
       lookahead: tokens after a page that its entries depend on; None if no prefix can be shared.
       shares_prefixes: whether sequences that begin alike share pages.
+      snapshots: states behind prefixes; None for a model without states.
     """
 
     def __init__(
@@ -32,9 +37,11 @@ class BlockPool:
         *,
         lookahead: int | None = 0,
         shares_prefixes: bool = True,
+        snapshots: Snapshots | None = None,
     ):
         self.kinds, self.size = tuple(kinds), kinds[0].size
         self.shares_prefixes = shares_prefixes and lookahead is not None
+        self.snapshots = snapshots
         self.queries = self.hits = 0  # tokens of prompts, and those of them that pages held
         self._lookahead = lookahead or 0
 
@@ -78,12 +85,33 @@ class BlockPool:
     def num_cached(self, digests: Sequence[bytes]) -> int:
         """Return the pages of the longest prefix of ``digests`` that a sequence begins behind."""
         first, *others = (kind.prefixes(digests) for kind in self.kinds)
-        return max(set(first).intersection(*others), default=0)
+        counts = set(first).intersection(*others)
+        if self.snapshots is not None:
+            counts = {count for count in counts if digests[count - 1] in self.snapshots}
+        return max(counts, default=0)
 
     def clear_cache(self) -> None:
         """Cache no page any more; sequences keep theirs."""
         for kind in self.kinds:
             kind.clear_cache()
+        if self.snapshots is not None:
+            self.snapshots.clear()
+
+    def is_end_of_snapshot(self, num_prefilled: int, num_tokens: int) -> bool:
+        """Return whether a snapshot is made behind the first tokens of a text.
+
+        They are the last pages that a text may share, and a few before.
+        """
+        if self.snapshots is None or num_prefilled % self.size or not num_prefilled:
+            return False
+        is_last = num_prefilled == self.most_shared(num_tokens) * self.size
+        return is_last or num_prefilled % _BETWEEN == 0
+
+    def next_end(self, num_prefilled: int, num_tokens: int) -> int:
+        """Return the token where the prefill of a text ends, or stops for a snapshot before."""
+        end = self.most_shared(num_tokens) * self.size
+        stops = self.snapshots is not None and end > num_prefilled
+        return end if stops else num_tokens - 1
 
     def most_shared(self, num_tokens: int) -> int:
         """Return the number of pages that a text may share.

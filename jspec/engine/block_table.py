@@ -100,6 +100,26 @@ class BlockTable:
             kind.free(pages[begin:unseen][::-1])  # the start of the text first
             pages[begin:unseen] = [NULL_PAGE] * (unseen - begin)
 
+    def new_snapshot(self, text: np.ndarray, num_tokens: int) -> int | None:
+        """Return the number of a snapshot to be made behind the first ``num_tokens`` of a text.
+
+        None: there is one, or none is made there.
+        """
+        pool = self.pool
+        if pool is None or not pool.is_end_of_snapshot(num_tokens, len(text)):
+            return None
+        page = num_tokens // pool.size
+        return pool.snapshots.add(self.digests[page - 1]) if page <= len(self.digests) else None
+
+    def snapshot(self, num_tokens: int) -> int | None:
+        """Return the number of the snapshot behind the first ``num_tokens``; None without states.
+
+        They are those of ``allocate``.
+        """
+        if not num_tokens or self.pool.snapshots is None:
+            return None
+        return self.pool.snapshots.find(self.digests[num_tokens // self.pool.size - 1])
+
     @property
     def _parts(self) -> Iterable[tuple[BlockKind, list[int]]]:
         return () if self.pool is None else zip(self.pool.kinds, self.pages, strict=False)
@@ -108,6 +128,8 @@ class BlockTable:
         """Have no later sequence share the pages that this one filled."""
         for kind, pages in self._parts:
             kind.evict(pages[self._num_shared :])
+        if self.pool is not None and self.pool.snapshots is not None:
+            self.pool.snapshots.drop(self.digests[self._num_shared :])
 
     def free(self, *, is_clean: bool = True) -> None:
         """Free all pages; unless ``is_clean``, they may hold NaN."""

@@ -77,14 +77,23 @@ class Arrays(NamedTuple):
     ready: np.ndarray  # bool [Q]
 
 
-def assemble(texts: Sequence[Sequence[int]], starts: Sequence[int], size: Chunk) -> Arrays:
-    """Return the next pass over up to Q texts, of which the first ``starts`` tokens are cached."""
+def assemble(
+    texts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    size: Chunk,
+    ends: Sequence[int] | None = None,
+) -> Arrays:
+    """Return the next pass over up to Q texts, of which the first ``starts`` tokens are cached.
+
+    It ends at ``ends`` at most; None for all tokens but the last one, which is not prefilled.
+    """
+    ends = [len(text) - 1 for text in texts] if ends is None else ends
     chunk = np.zeros((size.rows, size.width + 1), np.int32)
     start, valid = np.zeros(size.rows, np.int32), np.zeros(size.rows, np.int32)
     ready = np.zeros(size.rows, bool)
-    for row, (text, begin) in enumerate(zip(texts, starts, strict=True)):
+    for row, (text, begin, end) in enumerate(zip(texts, starts, ends, strict=True)):
         part = text[begin : begin + size.width + 1]
         chunk[row, : len(part)] = part
-        start[row], valid[row] = begin, min(len(text) - 1 - begin, size.width)
+        start[row], valid[row] = begin, min(end - begin, size.width)
         ready[row] = begin + valid[row] == len(text) - 1
     return Arrays(chunk, start, valid, ready)

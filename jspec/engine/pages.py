@@ -22,6 +22,7 @@ from jspec.engine.chunks import TOTALS
 from jspec.engine.loop import DecodeState
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
+from jspec.engine.snapshots import Snapshots, bytes_of_row
 from jspec.sharding.channel import Replica, everywhere
 from jspec.util.messages import shown
 from jspec.util.promotion import standard_promotion
@@ -46,6 +47,7 @@ class Pool(Replica):
       enable_prefix_caching: whether sequences that begin alike share pages, if target and drafter
         can begin behind them (``without_prefix``).
       dtype: of keys and values in pages; None for that of the caches.
+      most_snapshots: most copies of states behind prefixes, for targets with recurrent layers.
 
     Raises:
       ValueError: a number is out of range, or the target or the drafter reads no pages.
@@ -62,6 +64,7 @@ class Pool(Replica):
         most_windowed: int | None = None,
         enable_prefix_caching: bool = True,
         dtype: jnp.dtype | None = None,
+        most_snapshots: int = 16,
     ):
         check(plan)
         for name, value, least in (("page_size", page_size, 1), ("num_pages", num_pages, 2)):
@@ -80,6 +83,10 @@ class Pool(Replica):
         mosts = dict.fromkeys(windows, most)
         if len(windows) > 1 and most_windowed is not None:
             mosts[windows[1]] = min(most, most_windowed)
+        shares = enable_prefix_caching and not without_prefix(plan, params)
+        self.snapshots = None
+        if bytes_of_row(caches) and shares:
+            self.snapshots = Snapshots(caches, most_snapshots)
         self.blocks = BlockPool(
             [
                 BlockKind(
@@ -93,7 +100,8 @@ class Pool(Replica):
                 for kind, window in enumerate(windows)
             ],
             lookahead=plan.drafter.lookahead,
-            shares_prefixes=enable_prefix_caching and not without_prefix(plan, params),
+            shares_prefixes=shares,
+            snapshots=self.snapshots,
         )
         self.buffers = self._allocate(self._counts)
 
@@ -121,6 +129,8 @@ class Pool(Replica):
         self._fill(self._counts)
         for kind in self.blocks.kinds:
             kind.reset()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def clean(self) -> None:
         """Clear the pages that sequences got since the last call and that may hold NaN."""
@@ -144,7 +154,8 @@ class Pool(Replica):
     @property
     def is_lost(self) -> bool:
         """True if a program that failed has consumed the buffers."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.buffers))
+        is_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.buffers))
+        return is_lost or (self.snapshots is not None and self.snapshots.is_lost)
 
     def _extend(self, kind: int, count: int) -> bool:
         """Have memory for ``count`` pages of a kind; return False if there is too little."""
@@ -156,6 +167,8 @@ class Pool(Replica):
 
     @everywhere
     def _fill(self, counts: tuple[int, ...]) -> None:
+        if self.snapshots is not None:
+            self.snapshots.free()
         self.buffers = ()  # before the new ones: memory may be short
         self.buffers = self._allocate(counts)
 
@@ -189,13 +202,10 @@ def check(plan: Plan) -> None:
 def without_prefix(plan: Plan, params: Params) -> str | None:
     """Return who cannot begin behind a cached prefix, by name; None if target and drafter can.
 
-    Pages do not hold a layer's state of a row, as of a recurrence.
+    There are ``snapshots`` of the target's states, not of the drafter's.
     """
-    caches = shapes_of(plan, params, 1)
-    has_state = [any(not entry.has_pages for entry in cache.layers) for cache in caches]
-    if has_state[0]:
-        return type(plan.target).__name__
-    if any(has_state) or plan.drafter.lookahead is None:
+    _, *others = shapes_of(plan, params, 1)
+    if bytes_of_row(others) or plan.drafter.lookahead is None:
         return type(plan.drafter).__name__
     return None
 

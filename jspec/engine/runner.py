@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -127,6 +128,9 @@ class Runner:
             cached=sequence.num_prefilled,
             ready=not sequence.num_left,
         )
+        number = sequence.table.snapshot(sequence.num_prefilled)
+        if number is not None:
+            self.worker.restore(sequence.slot, number)
         self.request.is_stale = False
         speculation = self._speculation_of(len(seated))
         if speculation is not None:
@@ -154,6 +158,13 @@ class Runner:
         scores = self.worker.prefill(chunk.arrays, chunk.rows, chunk.scoring, tables)
         self.prefills[chunk.size] += 1
         return scores
+
+    def keep(self, sequences: Sequence[EngineSequence]) -> None:
+        """Keep snapshots of those whose prefill stands at the end of a page."""
+        for sequence in sequences:
+            number = sequence.table.new_snapshot(sequence.text, sequence.num_prefilled)
+            if number is not None:
+                self.worker.keep(sequence.slot, number)
 
     def launch(
         self,

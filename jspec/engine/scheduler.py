@@ -208,16 +208,16 @@ class Scheduler:
         if scoring is None:
             sequences = [each for each in sequences if each.scored_prompt is None]
         most = chunks.BUSY if self._has_launched and self.ready else chunks.TOTALS[-1]
-        left, starts = zip(
-            *((each.num_left, each.num_prefilled) for each in sequences), strict=True
-        )
+        starts = [sequence.num_prefilled for sequence in sequences]
+        ends = [sequence.prefill_end for sequence in sequences]
+        left = [end - start for start, end in zip(starts, ends, strict=True)]
         room = None if self.pool is not None else [buffer_size - start for start in starts]
         size = chunks.choose(left, chunks.sizes(len(self.slots), scoring, most), room)
         sequences = sequences[: size.rows]
         texts = [sequence.text for sequence in sequences]
         rows = np.full(size.rows, len(self.slots), np.int32)
         rows[: len(sequences)] = [sequence.slot for sequence in sequences]
-        arrays = chunks.assemble(texts, starts[: size.rows], size)
+        arrays = chunks.assemble(texts, starts[: size.rows], size, ends[: size.rows])
         for sequence, count in zip(sequences, arrays.valid, strict=False):
             if not sequence.table.grow(sequence.num_prefilled + int(count)):
                 if len(self.seated) == 1:

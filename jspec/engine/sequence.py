@@ -79,6 +79,14 @@ class EngineSequence:
         return self.num_to_prefill - self.num_prefilled
 
     @property
+    def prefill_end(self) -> int:
+        """The token where prefill ends, or stops before for a snapshot."""
+        pool = self.table.pool
+        if pool is None:
+            return self.num_to_prefill
+        return pool.next_end(self.num_prefilled, self.num_to_prefill + 1)
+
+    @property
     def most_tokens(self) -> int:
         """The length of the longest text."""
         return len(self.params.prompt) + self.params.max_tokens

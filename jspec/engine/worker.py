@@ -124,6 +124,16 @@ class Worker(Replica):
         )
 
     @everywhere
+    def keep(self, slot: int, number: int) -> None:
+        """Copy the states of a row into a snapshot."""
+        self.pool.snapshots.save(self._state, np.int32(slot), np.int32(number))
+
+    @everywhere
+    def restore(self, slot: int, number: int) -> None:
+        """Begin a row with the states of a snapshot."""
+        self._state = self.pool.snapshots.restore(self._state, np.int32(slot), np.int32(number))
+
+    @everywhere
     def prefill(
         self,
         arrays: Arrays,

@@ -1,5 +1,6 @@
 """Cache entries: a layer with a state per row runs through the engine as one with slots does."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -38,10 +39,10 @@ def expected(attends):
     return [recurrent.plain_text(target, params, each) for each in sequences()]
 
 
-def engine_of(attends, drafter, num_pages=AMPLE):
+def engine_of(attends, drafter, num_pages=AMPLE, **options):
     plan = Plan(RecurrentTarget(attends), drafter, "coupled")
     params = Params(recurrent.init_params(), recurrent.init_params())
-    pool = num_pages and Pool(plan, params, num_pages=num_pages, page_size=4)
+    pool = num_pages and Pool(plan, params, num_pages=num_pages, page_size=4, **options)
     return Engine(plan, params, num_slots=3, capacity=200, pool=pool or None)
 
 
@@ -111,7 +112,8 @@ def test_a_recurrent_drafter_of_a_target_with_pages_gives_prefixes_up():
     assert [texts(run(engine, rows, staggered=True)) for _ in range(2)] == [expected] * 2
     assert engine.pool.blocks.hits == 0
     with pytest.raises(ValueError, match="RecurrentDrafter cannot start behind a cached prefix"):
-        memory.pool_if_any(plan, params, settings={}, shares_prefixes=True, num_tokens=64)
+        given = dict(shares_prefixes=True, num_tokens=64, num_seqs=2)
+        memory.pool_if_any(plan, params, settings={}, **given)
 
 
 def test_the_state_behind_prompts_of_several_chunks_has_nothing_of_their_padding():
@@ -125,15 +127,50 @@ def test_the_state_behind_prompts_of_several_chunks_has_nothing_of_their_padding
         np.testing.assert_allclose(h, plain.h, rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_begins_behind_no_cached_prefix():
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_state_begins_behind_a_prefix_as_far_as_a_snapshot_was_kept(attends):
+    engine, [first] = engine_of(attends, CHAIN), sequences(1)
+    longer = dataclasses.replace(first, prompt=(*first.prompt, 3, 1, 4, 1, 5))
+    once, again, more = (run(engine, [each]) for each in (first, first, longer))
+    assert texts(once) == texts(again) == expected(attends)[:1]
+    plain = recurrent.plain_text(engine.plan.target, engine.params.target, longer)
+    assert texts(more) == [plain]
+    # 150 tokens: pages of 4 end at 148, where the prefill stopped for a snapshot.
+    assert [each[0].answer.num_cached_tokens for each in (once, again, more)] == [0, 148, 148]
+
+
+def test_snapshots_are_dropped_least_recently_used_first():
+    engine = engine_of(True, CHAIN, most_snapshots=2)
+    rows = [host.SequenceParams((token,) * 30, max_tokens=4) for token in (1, 2, 3)]
+    first, second, third = rows
+    cached = [run(engine, [row])[0].answer.num_cached_tokens for row in (*rows, second, first)]
+    assert cached == [0, 0, 0, 28, 0] and len(engine.pool.snapshots) == 2
+    assert run(engine, [third])[0].answer.num_cached_tokens == 0  # ``first`` took its place
+
+
+def test_texts_that_share_a_prefix_share_the_snapshot_of_those_before_them():
+    engine = engine_of(True, TREE)
+    rng = np.random.default_rng(7)
+    head = tuple(rng.integers(0, VOCAB, size=64).tolist())
+    rows = [host.SequenceParams((*head, *tail), max_tokens=8) for tail in ((), (1, 2), (3, 4, 5))]
+    target, params = engine.plan.target, engine.params.target
+    plain = [recurrent.plain_text(target, params, row) for row in rows]
+    assert texts(run(engine, rows, staggered=True)) == plain
+    again = run(engine, rows, staggered=True)
+    assert texts(again) == plain
+    assert [each.answer.num_cached_tokens for each in again] == [60, 64, 64]
+
+
+def test_new_weights_and_failed_sequences_leave_no_snapshot():
     engine, [first] = engine_of(True, CHAIN), sequences(1)
-    once, again = run(engine, [first]), run(engine, [first])
-    assert texts(once) == texts(again) == expected(True)[:1]
-    assert engine.pool.blocks.hits == 0 and again[0].answer.num_cached_tokens == 0
-    given = dict(settings={}, shares_prefixes=True, num_tokens=64)
-    with pytest.raises(ValueError, match="RecurrentTarget cannot start behind a cached prefix"):
-        memory.pool_if_any(engine.plan, engine.params, **given)
-    assert memory.pool_if_any(Plan(tiny.TARGET, CHAIN), tiny.params(), **given)
+    run(engine, [first])
+    assert len(engine.pool.snapshots) == 1
+    engine.pool.blocks.clear_cache()
+    assert len(engine.pool.snapshots) == 0
+    ticket = engine.submit(first, listener=lambda _: 1 / 0)
+    while not engine.is_idle:
+        engine.step()
+    assert ticket.error is not None and len(engine.pool.snapshots) == 0
 
 
 def test_a_row_that_commits_nothing_keeps_its_state_whatever_was_computed_for_it():
