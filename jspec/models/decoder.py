@@ -70,6 +70,7 @@ class DecoderConfig:
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # dtype of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
+    embedding_norm: Norm | None = None  # norm of embeddings; it has no weights
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     logit_scale: float = 1.0  # factor on logits
     logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
@@ -188,6 +189,8 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
     """Return the first residual stream [..., D] of token ids [...]."""
     x = ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
+    if config.embedding_norm is not None:
+        x = config.embedding_norm(x, None)
     return x if config.embedding_scale == 1 else x * config.embedding_scale
 
 

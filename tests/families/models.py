@@ -24,8 +24,13 @@ def model(case: str):
     """Return the model of a case: matrices of std ``GAIN`` / sqrt(inputs), vectors moved by 0.2."""
     torch.set_num_threads(1)
     kind, keys = table.CASES[case]
-    config = transformers.AutoConfig.for_model(kind, **table.SIZES | keys)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    text, whole = table.SIZES | keys, table.ROWS[kind].whole
+    if whole is None:
+        config = transformers.AutoConfig.for_model(kind, **text)
+        made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    else:
+        config = transformers.AutoConfig.for_model(whole[0], text_config=text, **whole[1])
+        made = transformers.AutoModelForImageTextToText.from_config(config).eval()
     generator = torch.Generator().manual_seed(len(case))
     buffers = [x for name, x in made.named_buffers() if name.endswith(DRAWN_BUFFERS)]
     with torch.no_grad():

@@ -37,6 +37,8 @@ class Row:
         ``SIZES``. The first also runs through the engine. None of them for a family that
         transformers lacks.
       compared: for the documentation, if there are no cases.
+      whole: the ``model_type`` that transformers has in place of this text part, and the other keys
+        of its config.json; None for a text part that transformers has as a model.
     """
 
     checkpoints: str
@@ -44,6 +46,7 @@ class Row:
     features: str
     cases: Mapping[str, dict[str, Any]]
     compared: str = ""
+    whole: tuple[str, dict[str, Any]] | None = None
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -430,6 +433,33 @@ ROWS = {
         heads="",
         features="an MLP with xIELU and no gate; norms of query and key heads",
         cases={"apertus": _rope("llama3", **_LLAMA3) | {"attention_bias": True}},
+    ),
+    "muse_glimmer_text": Row(
+        checkpoints="Muse Glimmer 30B (text part)",
+        heads="",
+        features="Gemma's norms; gates; windows; layers without a rotation; capped logits",
+        cases={
+            "muse_glimmer_text": {
+                "num_hidden_layers": 4,
+                "sliding_window": 6,
+                "qk_scale_factor": 2.5,
+                "final_logit_softcapping": 3.0,
+                "output_multiplier": 0.8,
+            },
+        },
+        whole=(
+            "muse_glimmer",
+            {
+                "vision_config": {
+                    "num_hidden_layers": 1,
+                    "hidden_size": 32,
+                    "intermediate_size": 16,
+                    "num_attention_heads": 2,
+                },
+                "out_hidden_size": 128,
+                "projector_hidden_size": 16,
+            },
+        ),
     ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}

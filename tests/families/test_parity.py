@@ -106,6 +106,8 @@ def test_a_saved_checkpoint_is_that_of_transformers(case, tmp_path):
     assert families.find(families.describe(config)).read(families.describe(config)) == config
     checkpoint.save_pretrained(tmp_path, config, params, raw)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.load_pretrained(tmp_path)[1], params)
+    if table.ROWS[raw["model_type"]].whole:  # transformers has no class for it
+        return
     load = models.transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -328,6 +328,7 @@ def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) 
     return dataclasses.replace(
         target,
         norm=norm,
+        embedding_norm=None,
         embedding_scale=1.0,
         vocab_size=draft_vocab(head.draft_vocab_size, target),
         layers=(layer,) * layers,

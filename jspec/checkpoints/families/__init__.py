@@ -32,6 +32,7 @@ from jspec.checkpoints.families import (
     ministral3,
     mistral,
     mixtral,
+    muse_glimmer_text,
     olmo2,
     olmo3,
     olmoe,
@@ -61,6 +62,7 @@ _MODULES = (
     gpt_oss,
     *(gemma2, gemma3_text),
     *(ministral3, hunyuan_v1_dense, ernie4_5, apertus),
+    muse_glimmer_text,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 

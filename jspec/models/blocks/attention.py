@@ -18,6 +18,7 @@ from jspec.models.blocks.rope import RopeConfig
 from jspec.models.blocks.tensors import Tensor, matrix, norm_of, vector
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE = "self_attn.gate_proj"
 _OUTPUT = ("self_attn.o_proj",)
 
 
@@ -43,6 +44,8 @@ class Attention(Mixer):
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
         its query.
+      gate_apart: whether files have the columns of the gates in a module of their own; they are
+        before all queries of a part.
       query_growth: queries at position p are multiplied by ``1 + growth * log(1 + floor(p / L))``,
         where L is the original length of the rope; 0 for none.
       growth_length: L in ``query_growth`` for positions counted from 1, as of Llama 4; None for the
@@ -73,6 +76,7 @@ class Attention(Mixer):
     growth_length: int | None = None
     chunked: bool = False
     gated: bool = False
+    gate_apart: bool = False
     has_sinks: bool = False
 
     title = "standard attention"
@@ -124,11 +128,14 @@ class Attention(Mixer):
         """See ``Mixer``."""
         heads, sizes = self.num_heads * self.head_dim, self.qkv_sizes
         split = {"divided": "outputs", "unit": self.head_dim}
-        tensors = [matrix("qkv", _QKV, sizes, inputs or hidden, by_linear=True, **split)]
+        names = _QKV
+        if self.gate_apart:
+            names, sizes = (_GATE, *_QKV), (heads, heads, *sizes[1:])
+        tensors = [matrix("qkv", names, sizes, inputs or hidden, by_linear=True, **split)]
         if self.qkv_bias:
             tensors.append(vector("qkv_bias", _QKV, sizes, "bias", **split))
         for name, norm, size in self._norms:
-            divided = split if size > self.head_dim else {}
+            divided = split if self.norms_all_heads and name != "v_norm" else {}
             tensors += norm_of(name, f"self_attn.{name}", norm, size, **divided)
         output = matrix("output", _OUTPUT, (hidden,), heads, by_linear=True, divided="inputs")
         tensors.append(output)
@@ -175,7 +182,7 @@ class Attention(Mixer):
         fused = over_listed(run.packing, params.qkv, projection, x)
         q, k, v = self._heads(fused)
         if self.gated:
-            q, gates = q[:, :, 0::2], q[:, :, 1::2]
+            q, gates = self._without_gates(q)
         rotation = None if self.rope is None else run.rotations[self.rotation]
         q, k = self._turned(rotation, (q, params.q_norm), (k, params.k_norm))
         if self.v_norm:
@@ -208,6 +215,14 @@ class Attention(Mixer):
         queries, keys, _ = (n // self.column_parts // self.head_dim for n in self.qkv_sizes)
         cut = jnp.split(parts, [queries, queries + keys], axis=3)
         return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
+
+    def _without_gates(self, q: Array) -> tuple[Array, Array]:
+        """Return the queries and the gates [B, T, H, head_dim] of both."""
+        if not self.gate_apart:
+            return q[:, :, 0::2], q[:, :, 1::2]
+        parts = q.reshape(*q.shape[:2], self.column_parts, 2, -1, self.head_dim)
+        gates, q = (parts[:, :, :, i].reshape(*q.shape[:2], -1, self.head_dim) for i in (0, 1))
+        return q, gates
 
     def _turned(
         self, rotation: tuple[Array, Array] | None, *parts: tuple[Array, Array | None]
