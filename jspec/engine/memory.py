@@ -19,9 +19,11 @@ from jspec.engine.pages import (
     held_by_kind,
     page_bytes,
     reads_pages,
+    shapes_of,
     without_prefix,
 )
 from jspec.engine.plan import Plan
+from jspec.engine.snapshots import bytes_of_row, most_within
 from jspec.util.messages import shown
 
 _CPU_BYTES = 4 * 2**30  # as vLLM's VLLM_CPU_KVCACHE_SPACE
@@ -203,7 +205,7 @@ def pool_of(
     A number of pages or bytes is allocated at once. Otherwise the pool grows as it is needed, up to
     4 GiB on a CPU, or the share ``gpu_memory_utilization`` of the device's memory that the weights
     leave (0.9 on an accelerator). Layers with a window get no more than ``most_windowed`` where
-    others have none.
+    others have none. Snapshots of recurrent states get a part of the bytes.
 
     Args:
       plan: static.
@@ -238,6 +240,10 @@ def pool_of(
         name, share = "gpu_memory_utilization", gpu_memory_utilization
         device = this_device((), sharding.num_shards())
         limit = device.bytes_for_pages(bytes_on_each(params), reserved, share)
+    if enable_prefix_caching:
+        row = bytes_of_row(shapes_of(plan, params, block_size)[:1], sharding.num_shards())
+        options["most_snapshots"] = most_within(limit, row)
+        limit -= options["most_snapshots"] * row
     count = num_pages(limit, each, windowed)
     if count < 2:
         raise ValueError(

@@ -13,8 +13,9 @@ from jspec.core.types import Params
 from jspec.core.weights import size_of, weights_of
 from jspec.engine import chunks, slots
 from jspec.engine.memory import Device, bytes_of, dtype_of_pages, most_windowed, num_pages
-from jspec.engine.pages import PAGE_SIZE, bytes_by_kind, held_by_kind, reads_pages
+from jspec.engine.pages import PAGE_SIZE, bytes_by_kind, held_by_kind, reads_pages, shapes_of
 from jspec.engine.plan import Plan
+from jspec.engine.snapshots import bytes_of_row, most_within
 from jspec.models import partition
 from jspec.models.decoder import DecoderConfig
 
@@ -35,6 +36,8 @@ class MemoryPlan:
       windowed: bytes of those that a sequence holds for its last tokens only: layers with a
         window, where others have none.
       in_windows: bytes of ``sequence`` that it holds in these layers.
+      state: bytes of a sequence's states of recurrent layers.
+      snapshots: copies of them for the prefix cache.
       block_size: tokens of a page; 1 for caches without pages.
       num_tokens: tokens that fit into the KV cache.
       memory: bytes that the device has for all of it.
@@ -60,6 +63,8 @@ class MemoryPlan:
     splits: tuple[int, ...] = ()
     windowed: float = 0
     in_windows: int = 0
+    state: int = 0
+    snapshots: int = 0
 
     @property
     def least(self) -> int:
@@ -74,11 +79,13 @@ class MemoryPlan:
     def parts(self) -> dict[str, str]:
         """Return the parts with their sizes, for people."""
         windowed = f" ({amount(self.windowed)} within windows)" if self.windowed else ""
+        states = f"{amount(self.state)} a sequence, {self.snapshots:,} snapshots"
         return {
             "weights": amount(self.weights),
             "drafter": amount(self.drafter),
             "workspace": f"about {amount(self.workspace)}",
             "KV cache": f"{amount(self.token)} a token{windowed}, {self.num_tokens:,} tokens fit",
+            **({"states": states} if self.state else {}),
         }
 
     def __str__(self) -> str:
@@ -153,11 +160,15 @@ def plan_memory(
     drafter = _split(params.drafter, draft_tensor_parallel_size)
     row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
     size = settings.get("block_size") or PAGE_SIZE
-    left = max(0, device.free - target - drafter - workspace)
+    left, state, snapshots = max(0, device.free - target - drafter - workspace), 0, 0
     if reads_pages(plan):
         each = _page_bytes(plan, params, size, share, draft_tensor_parallel_size)
         most = most_windowed(held_by_kind(plan, params, size, max_model_len), max_num_seqs)
-        count = _num_pages(each, most, settings, device, target + drafter, workspace)
+        limit = _limit(settings, device, target + drafter, workspace)
+        state = bytes_of_row(shapes_of(plan, params, size)[:1], share)
+        snapshots = most_within(min(limit, left), state)
+        limit, left = limit - snapshots * state, left - snapshots * state
+        count = _num_pages(each, most, settings, limit)
         count = min(count, max(0, num_pages(left, each, most) - 1)) if any(each) else count
         held, num_tokens = held_by_kind(plan, params, size, longest or 1), count * size
         sequences = [(pages + 1) * page for pages, page in zip(held, each, strict=True)]
@@ -182,6 +193,8 @@ def plan_memory(
         splits=() if device.is_host else _splits(plan, share),
         windowed=sum(each[1:]) / size,
         in_windows=sum(sequences[1:]),
+        state=state,
+        snapshots=snapshots,
     )
 
 
@@ -191,20 +204,19 @@ def amount(size: float) -> str:
     return f"{size / factor:.1f} {unit}" if factor > 1 else f"{size:.0f} {unit}"
 
 
+def _limit(settings: Mapping[str, Any], device: Device, held: int, reserved: int) -> int:
+    """Return the bytes of ``memory.pool_of`` for pages and snapshots."""
+    if settings.get("kv_cache_memory_bytes") is not None:
+        return settings["kv_cache_memory_bytes"]
+    return device.bytes_for_pages(held, reserved, settings.get("gpu_memory_utilization"))
+
+
 def _num_pages(
-    each: Sequence[int],
-    most_windowed: int,
-    settings: Mapping[str, Any],
-    device: Device,
-    held: int,
-    reserved: int,
+    each: Sequence[int], most_windowed: int, settings: Mapping[str, Any], limit: int
 ) -> int:
     """Return the pages that the pool of ``memory.pool_of`` has for tokens."""
     if settings.get("num_gpu_blocks_override") is not None:
         return settings["num_gpu_blocks_override"]
-    limit = settings.get("kv_cache_memory_bytes")
-    if limit is None:
-        limit = device.bytes_for_pages(held, reserved, settings.get("gpu_memory_utilization"))
     return max(0, num_pages(limit, each, most_windowed) - 1)
 
 
@@ -265,7 +277,9 @@ def _workspace(
     caches = bytes_of([cache.layers for cache in kv_cache.caches_of(state)])
     nodes, kinds = plan.drafter.tree_size, 3 if plan.drafter.max_depth else 2
     logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)
-    row = bytes_of(state) - caches + logits
+    # Without slots of tokens, caches are the states of recurrent layers.
+    states = caches // share if has_pages else 0
+    row = bytes_of(state) - caches + states + logits
     vocabulary = plan.target.vocab_size
     widths = (size for weight in weights_of(params.target) for size in weight.shape[-2:])
     width = max((each for each in widths if each != vocabulary), default=0)

@@ -83,10 +83,10 @@ class Pool(Replica):
         mosts = dict.fromkeys(windows, most)
         if len(windows) > 1 and most_windowed is not None:
             mosts[windows[1]] = min(most, most_windowed)
+        has_states = bytes_of_row(caches) > 0
         shares = enable_prefix_caching and not without_prefix(plan, params)
-        self.snapshots = None
-        if bytes_of_row(caches) and shares:
-            self.snapshots = Snapshots(caches, most_snapshots)
+        shares = shares and (most_snapshots > 0 or not has_states)
+        self.snapshots = Snapshots(caches, most_snapshots) if has_states and shares else None
         self.blocks = BlockPool(
             [
                 BlockKind(

@@ -21,6 +21,7 @@ from jspec.engine.loop import DecodeState
 from jspec.util.promotion import standard_promotion
 
 _FIRST = 4  # snapshots that there is memory for at the beginning
+_SHARE, _MOST = 8, 1024  # They take an eighth of the memory of a KV cache at most.
 
 
 class Snapshots:
@@ -96,17 +97,15 @@ class Snapshots:
         return _restored(state, self._buffers, row, number)
 
 
-def bytes_of_row(caches: Sequence[KVCache], shares: Sequence[int] = ()) -> int:
-    """Return the bytes of a row's states, which are those of a snapshot, on each device.
+def bytes_of_row(caches: Sequence[KVCache], share: int = 1) -> int:
+    """Return the bytes of a row's states on each of ``share`` devices, which a snapshot takes."""
+    leaves = jax.tree.leaves([_states_of(cache) for cache in caches])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // share
 
-    ``shares`` are the devices that divide the states of each cache; 1 for those left out.
-    """
-    total = 0
-    for index, cache in enumerate(caches):
-        share = shares[index] if index < len(shares) else 1
-        for leaf in jax.tree.leaves(_states_of(cache)):
-            total += leaf.size * leaf.dtype.itemsize // share
-    return total
+
+def most_within(limit: int, row: int) -> int:
+    """Return the number of snapshots of ``row`` bytes beside pages, given the bytes of both."""
+    return min(limit // _SHARE // row, _MOST) if row else 0
 
 
 def _states_of(cache: KVCache) -> tuple[Any, ...]:

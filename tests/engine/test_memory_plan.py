@@ -1,5 +1,6 @@
 """The memory plan of a model against its loaded weights, its pool, and sums by hand."""
 
+import functools
 import logging
 
 import jax
@@ -100,8 +101,16 @@ def test_a_cache_without_pages_has_the_whole_length_in_every_row(paths):
 def test_a_state_of_rows_takes_no_pages(attends):
     plan = Plan(recurrent.RecurrentTarget(attends), tiny.NONE)
     params = Params(recurrent.init_params(), None)
-    result = plan_memory(plan, params, {}, GRAPHICS, max_num_seqs=2, max_model_len=64)
+    planned = functools.partial(plan_memory, plan, params, max_model_len=64)
+    result = planned({}, GRAPHICS, max_num_seqs=2)
     assert result.token == (2 * 4 * recurrent.SIZE if attends else 0) and result.fits
+    assert (result.state, result.snapshots) == (4 * recurrent.SIZE, 1024)
+    assert "states 32 bytes a sequence, 1,024 snapshots" in str(result)
+    few = planned({"kv_cache_memory_bytes": 8 * result.state * 5}, GRAPHICS, max_num_seqs=2)
+    assert few.snapshots == 5  # They take an eighth of the bytes.
+    rows = slots.allocate.eval_shape(plan, params, 1, 80, True)
+    more = planned({}, GRAPHICS, max_num_seqs=3).workspace - result.workspace
+    assert more >= memory.bytes_of(rows) > result.state
 
 
 def test_of_the_pages_that_a_cpu_may_have_only_free_memory_counts():
