@@ -18,7 +18,7 @@ from jspec.drafters import NoDrafter
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
 from jspec.models.decoder import Decoder
-from tests import tiny
+from tests import eight_devices, on_narrow_caches, tiny
 from tests.drafters import dflashes, heads
 from tests.engine.test_pages import AMPLE, SCARCE, paged, run, sequences, texts
 
@@ -127,3 +127,11 @@ def test_texts_do_not_depend_on_drafter_pages_prefix_or_preemption(name, method,
     scarce = run(paged(plan, params, SCARCE), sequences(), rounds=2)
     assert sum(ticket.num_preemptions for ticket in scarce) > 0
     assert texts(scarce) == expected(name)
+
+
+def test_two_devices_with_a_drafter_have_the_texts_of_one_without():
+    lines = eight_devices.printed("tests.on_narrow_caches")
+    assert len(lines) == len(on_narrow_caches.CASES)
+    for line in lines:
+        assert line["several"] == line["plain"], line["case"]
+        assert all(len(text) == 20 for text in line["plain"])
