@@ -13,7 +13,7 @@ from jax import lax
 
 from jspec import sharding
 from jspec.core import weights
-from jspec.core.scaled import Scaled
+from jspec.core.narrow import Narrow
 from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import distributions
 from jspec.kernels.tree_attention import ordered, xla_cpu
@@ -162,8 +162,8 @@ def attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | Scaled | None,
-    cache_v: Array | Scaled | None,
+    cache_k: Array | Narrow | None,
+    cache_v: Array | Narrow | None,
     length: Array,
     *,
     scale: float | None = None,

@@ -65,7 +65,7 @@ class LLM:
       num_gpu_blocks_override: pages of the KV cache, allocated at once.
       kv_cache_memory_bytes: memory of the KV cache, allocated at once.
       kv_cache_dtype: numbers of the target's KV cache: "bfloat16", "float32", "fp8" (e4m3),
-        "fp8_e5m2" or "int8", the last three with a scale for each token and key head; None or
+        "fp8_e5m2", or "int8" with a scale for each token and key head (docs/engine.md); None or
         "auto" for the dtype of the activations, or bfloat16 on a CPU if most weights are. Texts do
         not depend on the drafter in any of them. That of the drafter is a key of
         ``speculative_config``.

@@ -22,7 +22,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sharding
-from jspec.core.scaled import LIMITS, Scaled, is_scaled
+from jspec.core.narrow import LIMITS, Narrow, is_narrow
 from jspec.core.types import Array
 
 # The axis of the nodes in all arrays that a pass returns for them: [B, H, N, ...].
@@ -131,25 +131,25 @@ class SlotEntry(Entry):
         every read and write.
         """
 
-        def empty(like: Array | Scaled) -> Array | Scaled:
+        def empty(like: Array | Narrow) -> Array | Narrow:
             shape = num_pages, like.shape[1], page_size, *like.shape[3:]
-            if isinstance(like, Scaled):
-                return Scaled.zeros(shape, like.format, like.dtype)
+            if isinstance(like, Narrow):
+                return Narrow.zeros(shape, like.format, like.dtype)
             stored = jnp.dtype((None if self.keeps_dtype else dtype) or like.dtype)
             stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
             return jnp.zeros(shape, stored)
 
-        return jax.tree.map(empty, self, is_leaf=is_scaled)
+        return jax.tree.map(empty, self, is_leaf=is_narrow)
 
     def stored_as(self, dtype: str) -> Self:
-        """See ``Entry``: a dtype, or a format of ``scaled``, which pools keep.
+        """See ``Entry``: a dtype, or a format of ``narrow``, which pools keep.
 
-        What is read from a scaled buffer has the present dtype.
+        What is read from a narrow buffer has the present dtype.
         """
 
-        def empty(like: Array) -> Array | Scaled:
+        def empty(like: Array) -> Array | Narrow:
             if dtype in LIMITS:
-                return Scaled.zeros(like.shape, dtype, like.dtype)
+                return Narrow.zeros(like.shape, dtype, like.dtype)
             return jnp.zeros(like.shape, dtype)
 
         return jax.tree.map(empty, self.replace(keeps_dtype=True))
@@ -159,8 +159,8 @@ class SlotEntry(Entry):
 class AttentionKV(SlotEntry):
     """The keys and values of one layer."""
 
-    k: Array | Scaled  # [B, Hkv, S, D]
-    v: Array | Scaled  # [B, Hkv, S, D]
+    k: Array | Narrow  # [B, Hkv, S, D]
+    v: Array | Narrow  # [B, Hkv, S, D]
     is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
     keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
 
@@ -188,7 +188,7 @@ class AttentionKV(SlotEntry):
 class LatentKV(SlotEntry):
     """The latents of one layer of latent attention, which serve as keys and values."""
 
-    latent: Array | Scaled  # [B, 1, S, D]
+    latent: Array | Narrow  # [B, 1, S, D]
     # See ``SlotEntry``; every device has the latents.
     has_split_queries: bool = struct.field(pytree_node=False, default=False)
     keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
@@ -207,12 +207,12 @@ class LatentKV(SlotEntry):
         return cls(jnp.zeros((batch, 1, capacity, width), dtype), has_split_queries)
 
     @property
-    def k(self) -> Array | Scaled:
+    def k(self) -> Array | Narrow:
         """The keys."""
         return self.latent
 
     @property
-    def v(self) -> Array | Scaled:
+    def v(self) -> Array | Narrow:
         """The values, which are the same buffer."""
         return self.latent
 
@@ -247,10 +247,10 @@ def settled(tree: Any) -> Any:
     return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, Entry))
 
 
-def _like(buffer: Array | Scaled, x: Array) -> Array | Scaled:
+def _like(buffer: Array | Narrow, x: Array) -> Array | Narrow:
     """Return x as the buffer stores it, but bits of bfloat16 as numbers."""
-    if isinstance(buffer, Scaled):
-        return Scaled.of(x, buffer.format, buffer.dtype)
+    if isinstance(buffer, Narrow):
+        return Narrow.of(x, buffer.format, buffer.dtype)
     return x.astype(dtype_of(buffer))
 
 

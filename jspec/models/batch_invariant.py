@@ -16,7 +16,7 @@ import numpy as np
 from jspec import ops
 from jspec.core import kv_cache
 from jspec.core.entries import Entry
-from jspec.core.scaled import LIMITS
+from jspec.core.narrow import LIMITS
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder
 from jspec.models.blocks.attend import Attend

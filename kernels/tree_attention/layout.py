@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.scaled import Scaled
+from jspec.core.narrow import Narrow
 
 Array = jax.Array
 MASKED = -1e30  # score of a masked key
 SLOT_MULTIPLE = 8  # cache slots: TPUs and GPUs read multiples of it in place
+NARROW_MULTIPLE = 32  # the same for numbers of 8 bits
 LOWEST = -1e29  # initial peak of a running softmax: masked scores have weight 0 even then
 WORD = 32
 
@@ -30,20 +31,29 @@ class Span(NamedTuple):
     seen_by_all: Array  # slots from here to ``length`` are in the window of every query
 
 
-def refusal(tree_k: Array, cache_k: Array | Scaled | None, dtypes: tuple[str, ...]) -> str | None:
-    """Return the reason why no kernel takes the arguments, with the remedy, or None."""
+def refusal(
+    tree_k: Array,
+    cache_k: Array | Narrow | None,
+    dtypes: tuple[str, ...],
+    narrow: tuple[str, ...] = (),
+) -> str | None:
+    """Return the reason why no kernel takes the arguments, with the remedy, or None.
+
+    ``dtypes`` are those of numbers, and ``narrow`` the formats of caches in 8 bits.
+    """
     if cache_k is None or cache_k.shape[2] == 0:
         return "needs a cache: a tree alone is one small softmax"
-    if isinstance(cache_k, Scaled):
+    if isinstance(cache_k, Narrow) and cache_k.format not in narrow:
         return f"takes no cache in {cache_k.format} (kv_cache_dtype)"
     if cache_k.dtype.name not in dtypes or tree_k.dtype != cache_k.dtype:
         return (
             f"takes keys and values in {' or '.join(dtypes)}, the tree's like the cache's, not "
             f"{tree_k.dtype.name} beside {cache_k.dtype.name}"
         )
-    if cache_k.shape[2] % SLOT_MULTIPLE:
+    multiple = NARROW_MULTIPLE if isinstance(cache_k, Narrow) else SLOT_MULTIPLE
+    if cache_k.shape[2] % multiple:
         return (
-            f"needs a cache of a multiple of {SLOT_MULTIPLE} slots, not {cache_k.shape[2]}, which "
+            f"needs a cache of a multiple of {multiple} slots, not {cache_k.shape[2]}, which "
             "would be copied in every call; allocate some more"
         )
     return None

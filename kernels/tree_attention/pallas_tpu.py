@@ -15,6 +15,7 @@ and the table of pages is prefetched too.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jspec.core.narrow import Narrow
 from jspec.kernels.tree_attention import layout
 from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 
@@ -32,6 +34,7 @@ Array = jax.Array
 SLOTS_BY_ROWS = ((64, 2048), (128, 1024), (512, 512))
 TILE_ROWS = SLOTS_BY_ROWS[-1][0]
 CORES = 2  # cores of a chip that share the grid (v4, v5p)
+NARROW = ("float8_e4m3fn", "float8_e5m2")  # formats of caches in 8 bits
 MAX_TREE_KEYS = 1024  # they are read as one block
 
 
@@ -63,7 +66,7 @@ def choose_pages(blocks: Blocks, page: int, most: int) -> Blocks:
 
 
 def refusal(
-    q: Array, tree_k: Array, cache_k: Array | None, table: Array | None = None
+    q: Array, tree_k: Array, cache_k: Array | Narrow | None, table: Array | None = None
 ) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     del table  # pages may be as short as any cache
@@ -71,7 +74,7 @@ def refusal(
         return f"takes up to {MAX_TREE_KEYS} tree keys, not {tree_k.shape[2]}; feed fewer at a time"
     if q.dtype == jnp.float64:
         return "computes in float32, but q is float64; cast it"
-    return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"))
+    return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"), NARROW)
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -81,8 +84,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array,
-    cache_v: Array,
+    cache_k: Array | Narrow,
+    cache_v: Array | Narrow,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
@@ -114,6 +117,8 @@ def tree_attention(
     if tree_k.shape[2] == 1:  # a matmul over a single key does not lower
         tree_k, tree_v = (layout.pad_to(x, 2, 8) for x in (tree_k, tree_v))
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
+    stored = cache_k.format if isinstance(cache_k, Narrow) else None
+    cache = [x.values if isinstance(x, Narrow) else x for x in cache]
     if not interpret:  # else XLA may move the entire cache into vector memory
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     mixed, log_total = _call(
@@ -126,6 +131,7 @@ def tree_attention(
         window=window,
         soft_cap=soft_cap,
         is_merged=blocks.splits > 1 or sinks is not None,
+        stored=stored,
         interpret=interpret,
     )
     if log_total is None:
@@ -135,7 +141,7 @@ def tree_attention(
     return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)
 
 
-def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged, interpret):
+def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged, stored, interpret):
     """Return results [B, Hkv, C, R, D] and, if they are merged, logs of their sums [..., R, 1]."""
     batch, kv_heads, rows, dim = by_row[0].shape
     tree_keys, page = tree[0].shape[2], cache[0].shape[2]
@@ -176,6 +182,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged,
             slots=blocks.slots,
             window=window,
             soft_cap=soft_cap,
+            stored=stored,
         ),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out_shape],
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -220,8 +227,9 @@ def _cost(rows: Array, tree_k: Array, num_slots: int, keys: int) -> pl.CostEstim
     )
 
 
-def _kernel(*refs, num_scalars, parts, slots, window, soft_cap):
+def _kernel(*refs, num_scalars, parts, slots, window, soft_cap, stored):
     """Attend to one block of one split; a block of the cache has several ``parts``."""
+    joined = functools.partial(_joined, stored=stored)
     first, count, share, length, seen_by_all = refs[:5]
     q, words, *refs = refs[num_scalars:]
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
@@ -260,11 +268,11 @@ def _kernel(*refs, num_scalars, parts, slots, window, soft_cap):
 
     @pl.when(live & inside)
     def _():
-        accumulate(scores_of(_joined(k)), _joined(v))
+        accumulate(scores_of(joined(k, q.dtype)), joined(v, q.dtype))
 
     @pl.when(live & ~inside)
     def _():
-        scores, values = scores_of(_joined(k)), _joined(v)
+        scores, values = scores_of(joined(k, q.dtype)), joined(v, q.dtype)
         slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         seen = slot < length[row]
         if window is not None:
@@ -282,9 +290,15 @@ def _kernel(*refs, num_scalars, parts, slots, window, soft_cap):
             log_total[0][...] = jnp.where(visible, peak[...] + jnp.log(divisor), MASKED)
 
 
-def _joined(parts: list) -> Array:
-    """Return the slots of a block, side by side."""
-    return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts])
+def _joined(parts: list, dtype: jnp.dtype, stored: str | None) -> Array:
+    """Return the slots of a block, side by side; bits of a format ``stored`` as numbers."""
+
+    def read(part: Any) -> Array:
+        values = part[...]
+        return values if stored is None else pltpu.bitcast(values, jnp.dtype(stored)).astype(dtype)
+
+    wide = [*map(read, parts)]
+    return wide[0] if len(wide) == 1 else jnp.concatenate(wide)
 
 
 def _bits(words: Array, count: int) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core.scaled import Scaled, numbers
+from jspec.core.narrow import Narrow, numbers
 
 Array = jax.Array
 
@@ -15,8 +15,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | Scaled | None,
-    cache_v: Array | Scaled | None,
+    cache_k: Array | Narrow | None,
+    cache_v: Array | Narrow | None,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
@@ -36,7 +36,7 @@ def tree_attention(
       ancestors: uint32 [B, N, W]; node n sees node m if bit ``m % 32`` of word ``m // 32`` is set.
         Every node sees at least one.
       cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix. With ``table``, a
-        pool [P, Hkv, page, D]; uint16 holds the bits of bfloat16, and ``Scaled`` 8 bits a number.
+        pool [P, Hkv, page, D]; uint16 holds the bits of bfloat16, and ``Narrow`` 8 bits a number.
       cache_v: their values.
       length: committed slots of each row, int32 [B].
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
@@ -81,7 +81,7 @@ def tree_attention(
     return jnp.einsum("bhns,bhsd->bhnd", weights, values, precision=precise)
 
 
-def _prefix(cache: Array | Scaled, table: Array | None) -> Array:
+def _prefix(cache: Array | Narrow, table: Array | None) -> Array:
     """Return a cache [B, Hkv, S, D], its pages gathered; what is stored otherwise as numbers."""
     cache = numbers(cache)
     if table is not None:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.core.scaled import Scaled, numbers
+from jspec.core.narrow import Narrow, numbers
 
 Array = jax.Array
-Cache = tuple[Array | Scaled, Array | Scaled]  # keys and values
+Cache = tuple[Array | Narrow, Array | Narrow]  # keys and values
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
 
@@ -138,7 +138,7 @@ def join_slots(
     return join(softmax, rows.scores(keys, mask), values)
 
 
-def pages(pool: Array | Scaled, ids: Array) -> Array:
+def pages(pool: Array | Narrow, ids: Array) -> Array:
     """Return pages ``ids`` [B, n] side by side, [B, Hkv, n * page, D]; bits as bfloat16."""
     stored = numbers(jax.tree.map(lambda x: stored_pages(x, ids), pool))
     if stored.dtype == jnp.uint16:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.tree_attention import softmax
-from jspec.kernels.tree_attention.softmax import Array, Cache, Prefix, Rows, Scaled, Softmax
+from jspec.kernels.tree_attention.softmax import Array, Cache, Narrow, Prefix, Rows, Softmax
 
 # Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
 # fewest steps whose scores are small. Computed from bandwidths, not measured.
@@ -26,8 +26,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | Scaled | None,
-    cache_v: Array | Scaled | None,
+    cache_k: Array | Narrow | None,
+    cache_v: Array | Narrow | None,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.tree_attention import softmax, xla
-from jspec.kernels.tree_attention.softmax import Array, Cache, Prefix, Rows, Scaled, Softmax
+from jspec.kernels.tree_attention.softmax import Array, Cache, Narrow, Prefix, Rows, Softmax
 
 # A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
 # That is faster for a short cache, and for any cache that is half full, if the scores are small.
@@ -30,7 +30,7 @@ MANY_NODES_SLOTS = 256
 
 
 def differs(
-    q: Array, tree_k: Array, cache_k: Array | Scaled | None, table: Array | None = None
+    q: Array, tree_k: Array, cache_k: Array | Narrow | None, table: Array | None = None
 ) -> bool:
     """Return whether the form of these arguments is another than that of ``xla``.
 
@@ -51,8 +51,8 @@ def tree_attention(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | Scaled,
-    cache_v: Array | Scaled,
+    cache_k: Array | Narrow,
+    cache_v: Array | Narrow,
     length: Array,
     positions: Array | None = None,
     table: Array | None = None,
@@ -99,7 +99,7 @@ def block_of(slots: int) -> int:
     return slots if slots <= WHOLE else max(64, slots // 32)
 
 
-def group_of(keys: Array | Scaled) -> int:
+def group_of(keys: Array | Narrow) -> int:
     """Return the sequences at a time: B, halved while it is even and keys [B, ...] too large."""
     size, each = keys.shape[0], math.prod(keys.shape[1:]) * keys.dtype.itemsize
     if size * each <= WHOLE_BYTES:
@@ -145,8 +145,8 @@ def _over_cache(
     tree_k: Array,
     tree_v: Array,
     ancestors: Array,
-    cache_k: Array | Scaled,
-    cache_v: Array | Scaled,
+    cache_k: Array | Narrow,
+    cache_v: Array | Narrow,
     length: Array,
     positions: Array | None,
     *,
@@ -192,14 +192,14 @@ def _join_cache(so_far: Softmax, rows: Rows, cache: Cache, prefix: Prefix) -> So
 class _View(NamedTuple):
     """A cache of pages, and which of its slots the queries see."""
 
-    pool_k: Array | Scaled  # [P, Hkv, page, D]
-    pool_v: Array | Scaled
+    pool_k: Array | Narrow  # [P, Hkv, page, D]
+    pool_v: Array | Narrow
     length: Array  # [B]
     positions: Array | None  # [B, N]
     window: int | None
     widens: bool
 
-    def pages(self, pool: Array | Scaled, ids: Array) -> Array:
+    def pages(self, pool: Array | Narrow, ids: Array) -> Array:
         """Return pages ``ids`` [1, n] of a pool side by side, [1, Hkv, n * page, D]."""
         if not self.widens:
             return softmax.pages(pool, ids)

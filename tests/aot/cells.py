@@ -32,6 +32,7 @@ from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
 from jspec.sharding import TENSOR
 from jspec.sharding import mesh as mesh_lib
+from jspec.util.cache_dtypes import NAMES
 from tests import networks
 from tests.aot.programs import ACCELERATOR, PLATFORMS
 
@@ -98,6 +99,7 @@ class Cell:
     tp: int = 1
     draft_tp: int = 1
     attention: str = "xla"  # or "kernel", the Pallas kernel of the device
+    kv_cache_dtype: str = "auto"  # Numbers of the target's cache; the drafter's are bfloat16.
     layouts: bool = False  # weights in the layouts of ``models.layouts``, not in the default ones
 
     @property
@@ -108,7 +110,8 @@ class Cell:
         words = (self.model, f"B {self.batch}", tokens, f"N {self.nodes}", sampled, self.attention)
         tp, laid = [f"TP {self.tp}"] * (self.tp > 1), ["layouts"] * self.layouts
         draft_tp = [f"draft TP {self.draft_tp}"] * (self.draft_tp > 1)
-        return ", ".join((*words, *tp, *draft_tp, *laid))
+        cache = [self.kv_cache_dtype] * (self.kv_cache_dtype != "auto")
+        return ", ".join((*words, *cache, *tp, *draft_tp, *laid))
 
     def num_pages(self, window: int | None = None) -> int:
         """Return the pages that hold what all rows see, and the null page."""
@@ -229,7 +232,8 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
     attention = KERNELS[platform] if cell.attention == "kernel" else "xla"
     network = MODELS[cell.model].network(num_layers, windowed=windowed)
     network = dataclasses.replace(network, attention=attention)
-    target = decoder.Decoder(partition.split(network, cell.tp))
+    kept = dataclasses.replace(network, kv_cache_dtype=NAMES[cell.kv_cache_dtype])
+    target = decoder.Decoder(partition.split(kept, cell.tp))
     drafter = NoDrafter()
     if cell.nodes > 1:
         block = dict(num_layers=1, windows=(), vocab_size=DRAFT_VOCABULARY, tie_embeddings=False)
@@ -257,7 +261,7 @@ def trace(
     size = slots.buffer_size(plan, MAX_MODEL_LEN)
     state = slots.allocate.eval_shape(plan, params, cell.batch, size, True)
     caches = pages.shapes_of(plan, params, pages.PAGE_SIZE)
-    pool = lambda count: jax.eval_shape(lambda: pages.allocate(caches, count, pages.PAGE_SIZE))
+    pool = lambda count: jax.eval_shape(lambda: pages.allocate(caches, (count,), pages.PAGE_SIZE))
     # A kernel takes a whole pool, and reads the pages that its queries see: it has no others here.
     hidden = windowed and cell.attention == "kernel"
     pools = pool(cell.num_pages(MODELS[cell.model].window if hidden else None))
@@ -274,7 +278,7 @@ def trace(
             placing.state(state).replace(pools=pools),
             placing.whole(jax.ShapeDtypeStruct((), jnp.int32)),
             placing.whole(jax.ShapeDtypeStruct((cell.batch,), bool)),
-            placing.whole(table),
+            placing.whole((table,)),
         )
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
     return Traced(
@@ -304,22 +308,30 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
     target, drafter = params.target, params.drafter
     network = plan.target.config
     embedding = 0 if network.tie_embeddings else _bytes(target.embedding)
-    total = _bytes(target) - embedding + sum(map(_live(cell), network.layers)) // cell.tp
+    size = 2 * network.layers[0].mixer.head_dim
+    if cell.kv_cache_dtype != "auto":
+        size = size // 2 + 4 * (cell.kv_cache_dtype == "int8")  # 8 bits a number, and a scale
+    live = sum(map(_live(cell, size), network.layers)) // cell.tp
+    total = _bytes(target) - embedding + live
     if drafter is not None:
         fc = _bytes(drafter.fc)
-        live = sum(map(_live(cell), plan.drafter.config.network.layers)) // cell.draft_tp
+        of_token = _live(cell, 2 * network.layers[0].mixer.head_dim)
+        live = sum(map(of_token, plan.drafter.config.network.layers)) // cell.draft_tp
         step = _bytes(drafter) - fc + live
         total += fc + plan.max_depth * step
     return total
 
 
-def _live(cell: Cell) -> Callable[[decoder.Layer], int]:
-    """Return a function: bytes of the keys and values that the queries of a layer see."""
+def _live(cell: Cell, size: int) -> Callable[[decoder.Layer], int]:
+    """Return a function: bytes of the keys and values that the queries of a layer see.
+
+    A key of a token and head takes ``size`` of them.
+    """
 
     def live(layer: decoder.Layer) -> int:
         mixer = layer.mixer
         tokens = min(cell.context, mixer.window or cell.context)
-        return cell.batch * tokens * 2 * mixer.num_kv_heads * mixer.head_dim * 2
+        return cell.batch * tokens * 2 * mixer.num_kv_heads * size
 
     return live
 

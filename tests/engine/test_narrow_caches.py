@@ -12,7 +12,7 @@ import pytest
 from jspec.api.backends import Backends
 from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV, LatentKV
-from jspec.core.scaled import LIMITS, Scaled
+from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.engine import Engine
@@ -42,23 +42,30 @@ def narrow(drafter, dtype):
     return dataclasses.replace(drafter, config=config)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_numbers_are_the_closest_of_their_format_and_none_is_clipped(name):
+def test_numbers_of_int8_are_the_closest_and_none_is_clipped():
     x = np.random.default_rng(0).standard_normal((3, 5, 64)).astype(np.float32)
     x[0, 0], x[1, 1, 3], x[2, 2] = 0, 1e30, 1e-30
     x[1, 2, 0] = np.nan
-    stored = Scaled.of(jnp.asarray(x), name, np.dtype(np.float32))
-    assert (stored.values.dtype.itemsize, stored.scales.shape) == (1, (3, 5, 1))
+    stored = Narrow.of(jnp.asarray(x), "int8", np.dtype(np.float32))
+    assert (stored.values.dtype, stored.scales.shape) == (jnp.int8, (3, 5, 1))
     result = np.array(stored.numbers())
     assert np.isnan(result[1, 2]).all()
     x[1, 2], result[1, 2] = 0, 0
     largest = np.abs(x).max(-1, keepdims=True)
     np.testing.assert_allclose(np.abs(result).max(-1), largest[..., 0], rtol=1e-6)
-    assert (np.abs(result - x) <= NOISE[name] * largest * (1 + 1e-5)).all()
-    if name != "int8":
-        scales = np.where(largest > 0, largest / LIMITS[name], 1)
-        by_ml_dtypes = (x / scales).astype(getattr(ml_dtypes, name)).astype(np.float32) * scales
-        np.testing.assert_allclose(result, by_ml_dtypes, rtol=1e-6)
+    assert (np.abs(result - x) <= NOISE["int8"] * largest * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_numbers_of_fp8_are_the_closest_and_too_large_ones_the_largest(name):
+    x = 30 * np.random.default_rng(0).standard_normal((3, 5, 64)).astype(np.float32)
+    x[0, 0], x[1, 1, :3], x[2, 2] = 0, (1e30, -np.inf, np.nan), 1e-3
+    stored = Narrow.of(jnp.asarray(x), name, np.dtype(np.float32))
+    assert (stored.values.dtype, stored.scales) == (jnp.uint8, None)
+    clipped = np.clip(x, -LIMITS[name], LIMITS[name])
+    by_ml_dtypes = clipped.astype(getattr(ml_dtypes, name)).astype(np.float32)
+    np.testing.assert_array_equal(stored.numbers(), by_ml_dtypes)
+    assert by_ml_dtypes[1, 1, 0] == -by_ml_dtypes[1, 1, 1] == LIMITS[name]
 
 
 def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
@@ -66,7 +73,7 @@ def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
     latent = LatentKV.empty(2, 8, 24, jnp.float32)
     for each in (entry, latent):
         pool = each.stored_as("int8").pool(5, 4, jnp.bfloat16, in_bits=True)
-        assert isinstance(pool.k, Scaled)
+        assert isinstance(pool.k, Narrow)
         assert (pool.k.values.dtype, pool.k.dtype) == (jnp.int8, jnp.float32)
         assert pool.k.scales.shape == (5, each.k.shape[1], 4, 1)
         plain = each.stored_as("float32").pool(5, 4, jnp.bfloat16, in_bits=True)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jspec import ops
 from jspec.core import trees
+from jspec.core.narrow import Narrow
 from jspec.core.weights import Transposed
 from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 from jspec.kernels.tree_attention.shapes import CASES
@@ -224,6 +225,33 @@ def test_the_kernel_for_hopper_is_the_reference(module, page, case):
     by_kernel = run(module, arrays, options, blocks=blocks, interpret=interpret)
     np.testing.assert_allclose(by_kernel, result, atol=1e-2)
     assert not gpu_races()
+
+
+@pytest.mark.parametrize("page", [None, 32])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (xla, "int8"),
+        (xla, "float8_e5m2"),
+        (xla_cpu, "int8"),
+        (xla_cpu, "float8_e4m3fn"),
+        (pallas_tpu, "float8_e4m3fn"),
+        (pallas_tpu, "float8_e5m2"),
+    ],
+)
+def test_a_cache_in_8_bits_is_the_cache_of_its_numbers(module, name, page, monkeypatch):
+    monkeypatch.setattr(xla_cpu, "WHOLE", 0)
+    arrays, options = small_case(96, 50, [0, 41, 96])
+    arrays = arrays | {x: np.minimum(arrays[x], 9) for x in ("cache_k", "cache_v")}
+    if page is not None:
+        arrays, options["table"] = in_pages(arrays, page)
+    for x in ("cache_k", "cache_v"):
+        arrays[x] = Narrow.of(jnp.asarray(arrays[x]), name, np.dtype(np.float32))
+    settings = dict(interpret=simulated()) if module is pallas_tpu else {}
+    attend = getattr(module.tree_attention, "__wrapped__", module.tree_attention)
+    result = jax.jit(functools.partial(attend, **options, **settings))(*arrays.values())
+    numbers = arrays | {x: arrays[x].numbers() for x in ("cache_k", "cache_v")}
+    np.testing.assert_allclose(result, expected(numbers, options), **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jspec import ops
 from jspec.core import kv_cache, trees
 from jspec.core.entries import Entry
+from jspec.core.narrow import numbers
 from jspec.core.packing import Packing
-from jspec.core.scaled import numbers
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
 
