@@ -40,6 +40,7 @@ _MORE = (
     "benchmarks",
     "drafters",
     "checkpoints/test_parts.py",
+    "checkpoints/test_gguf_blocks.py",
     "checkpoints/test_quantization.py",
     "checkpoints/test_quantised_formats.py",
     "core/test_quantized.py",

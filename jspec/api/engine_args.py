@@ -50,7 +50,7 @@ class EngineArgs:
         None, "auto, float32, bfloat16 or float16.", kind=str, default="auto"
     )
     quantization: str | None = argument(
-        None, "int8, fp8 or int4: matrices are quantised as they are read.", kind=str | None
+        None, "int8, fp8 or int4, or gguf to keep the blocks of a GGUF file.", kind=str | None
     )
     max_model_len: int | None = argument(None, "Longest text, prompt included.")
     seed: int = argument(0, "Seed of requests without one.", check=_SEED)

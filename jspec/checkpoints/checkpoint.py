@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer
+from jspec.checkpoints import families, gguf_blocks, gguf_config, gguf_files, gguf_tokenizer
 from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import (
     EMBEDDING,
@@ -59,13 +59,17 @@ def outline(
     ``path`` may be that of a config.json too.
     """
     source, raw = _raw_config(path)
-    scheme = on_the_fly.scheme_of(quantization, formats.method_of(raw))
+    keeps_blocks = quantization == gguf_blocks.METHOD and gguf_files.find(path) is not None
+    method = quantization if keeps_blocks else formats.method_of(raw)
+    scheme = on_the_fly.scheme_of(quantization, method)
     config = _read_config(source, raw)
     dtype = dtype or model_files.stated_dtype(raw) or _stored_dtype(source.parent)
     dtype = model_files.known_dtype(dtype)
     entries = families.find(raw).table(config)
     on_the_fly.check(entries, scheme)
     tensors = formats.outlined(formats.of(raw), entries)
+    if keeps_blocks:
+        tensors = gguf_blocks.opened(_gguf_tensors(source, raw, entries))
     shapes = [
         on_the_fly.outlined(entry, reading.outlined(entry, tensors, dtype), scheme)
         for entry in entries
@@ -115,7 +119,8 @@ def load_pretrained(
       sharding: returns the sharding of each array, or its ``Placement``, by its path in the params,
         such as ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are
         read, and converted one at a time. None for all on one device.
-      quantization: "int8", "fp8" or "int4", of the matrices of layers; None for none.
+      quantization: "int8", "fp8" or "int4", of the matrices of layers; "gguf" keeps the blocks of
+        a GGUF file. None for weights as the files have them, and blocks multiplied out.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
@@ -123,11 +128,14 @@ def load_pretrained(
     file = gguf_files.find(path)
     directory = file or model_files.locate_weights(path)
     source, raw = _raw_config(directory)
-    scheme = on_the_fly.scheme_of(quantization, formats.method_of(raw))
+    keeps_blocks = quantization == gguf_blocks.METHOD and file is not None
+    method = quantization if keeps_blocks else formats.method_of(raw)
+    scheme = on_the_fly.scheme_of(quantization, method)
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
     if file:
         tensors = _gguf_tensors(file, raw, entries)
+        tensors = gguf_blocks.opened(tensors) if keeps_blocks else tensors
     else:
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)

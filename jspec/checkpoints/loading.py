@@ -18,6 +18,7 @@ from jspec.checkpoints.heads.base import PlacementsOf
 from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.core import trees
 from jspec.core.types import Array
+from jspec.core.weights import as_array
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads.network import SharingSizes
 from jspec.util.messages import shown
@@ -186,7 +187,8 @@ def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
     copy = head.params.embedding
     if copy.shape != embedding.shape:
         return head
-    if not isinstance(embedding, jax.ShapeDtypeStruct) and not (copy == embedding).all():
+    has_values = not isinstance(jax.tree.leaves(embedding)[0], jax.ShapeDtypeStruct)
+    if has_values and not (copy == as_array(embedding)).all():
         return head
     config = dataclasses.replace(head.config, separate_embedding=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))

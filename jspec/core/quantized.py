@@ -144,14 +144,18 @@ class Quantized(Weight):
 
     def _grouped(self, dtype: jnp.dtype) -> Array:
         """Return the values with the groups apart, [..., G, I / G, O] or [..., O, G, I / G]."""
+        parts = self._halves(dtype)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.axis)
+
+    def _halves(self, dtype: jnp.dtype) -> list[Array]:
+        """Return the first and the second halves of groups, or all if no byte has two values."""
         shape = list(self.values.shape)
         at = len(shape) + self.axis
         shape[at : at + 1] = [self.num_groups, shape[at] // self.num_groups]
         values = self.values.reshape(shape)
         if not self.code:
-            return values.astype(dtype)
-        low, high = (_decoded(half, self.code, dtype) for half in (values & 15, values >> 4))
-        return jnp.concatenate([low, high], self.axis)
+            return [values.astype(dtype)]
+        return [_decoded(half, self.code, dtype) for half in (values & 15, values >> 4)]
 
     def _bias(self) -> Array | None:
         """Return what is added to each scaled value of a group, float32; None for nothing."""
@@ -178,6 +182,39 @@ class Quantized(Weight):
         if bias is not None:
             out = out + _einsum("to,no->tn", rows, by_output(bias))[..., None]
         return out.reshape(len(rows), -1)
+
+
+@struct.dataclass
+class Joined(Weight):
+    """Weights of several forms beside each other along ``axis``, -1 (outputs) or -2."""
+
+    parts: tuple[Weight, ...]
+    axis: int = struct.field(pytree_node=False, default=-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Weight``."""
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """See ``Weight``."""
+        return self.parts[0].dtype
+
+    def array(self) -> Array:
+        """See ``Weight``."""
+        return jnp.concatenate([part.array() for part in self.parts], self.axis)
+
+    def linear(self, x: Array, *, transposed: bool) -> Array:
+        """See ``linear``."""
+        if self.axis == (-2 if transposed else -1):
+            outs = [part.linear(x, transposed=transposed) for part in self.parts]
+            return jnp.concatenate(outs, -1)
+        cuts = np.cumsum([part.shape[self.axis] for part in self.parts])[:-1]
+        pairs = zip(self.parts, jnp.split(x, cuts, -1), strict=True)
+        return sum(part.linear(each, transposed=transposed) for part, each in pairs)
 
 
 def _einsum(equation: str, x: Array, w: Array) -> Array:
@@ -222,12 +259,17 @@ def _grouped_product(rows: Array, weight: Quantized) -> Array:
 
 
 def _product_by_blocks(rows: Array, weight: Quantized) -> Array:
-    """Return the product of rows [T, I], a block of outputs after the other."""
-    outputs_axis = -3 - weight.axis
+    """Return the product of rows [T, I], a block of outputs after the other.
+
+    The halves of bytes are multiplied apart, because XLA joins them slowly.
+    """
+    outputs_axis, rows = -3 - weight.axis, rows.astype(jnp.float32)
     inputs, outputs = weight.shape[weight.axis], weight.shape[outputs_axis]
     size = min(max(_BLOCK // inputs, 1), outputs)
-    size = max(_divisor(outputs, size), min(size, outputs) // 2)
-    rows, apart = rows.astype(jnp.float32), weight.replace(order=None)
+    size = max(_divisor(outputs, size), size // 2)
+    of_group, apart = rows.reshape(len(rows), weight.num_groups, -1), weight.replace(order=None)
+    halves = jnp.split(of_group, 2, -1) if weight.code else [of_group]
+    halves, sums = [half.reshape(len(rows), -1) for half in halves], of_group.sum(-1)
 
     def turn(index: Array, out: Array) -> Array:
         # The last block begins earlier, if it were not whole.
@@ -235,21 +277,31 @@ def _product_by_blocks(rows: Array, weight: Quantized) -> Array:
         block = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, begin, size, x.ndim + outputs_axis), apart
         )
-        return lax.dynamic_update_slice_in_dim(out, _product_of_block(rows, block), begin, 1)
+        product = _product_of_block(halves, sums, block)
+        return lax.dynamic_update_slice_in_dim(out, product, begin, 1)
 
     out = jnp.zeros((len(rows), outputs), jnp.float32)
     return lax.fori_loop(0, -(-outputs // size), turn, out)
 
 
-def _product_of_block(rows: Array, block: Quantized) -> Array:
-    contracted = (((1,), (2 + block.axis,)), ((), ()))
+def _product_of_block(halves: list[Array], sums: Array, block: Quantized) -> Array:
+    """Return the product of a block and rows in halves, given the sums [T, G] of their groups."""
+    axis = block.axis
     product = functools.partial(
-        lax.dot_general, dimension_numbers=contracted, precision=lax.Precision.HIGHEST
+        lax.dot_general,
+        dimension_numbers=(((1,), (2 + axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
     )
-    if block.num_groups > 1 or block.zeros is not None or block.minima is not None:
-        return product(rows, block._in_float32())
-    values = block._grouped(jnp.float32).reshape(block.shape)
-    return product(rows, values) * block.scales.array(block.axis).reshape(-1)
+    scales, bias = block.scales.array(axis), block._bias()
+    shape = list(block.shape)
+    shape[axis] //= len(halves)
+    values = block._halves(jnp.float32)
+    if block.num_groups > 1:
+        values = [half * jnp.expand_dims(scales, axis) for half in values]
+    pairs = zip(halves, values, strict=True)
+    out = sum(product(rows, half.reshape(shape)) for rows, half in pairs)
+    out = out if block.num_groups > 1 else out * scales.reshape(-1)
+    return out if bias is None else out + product(sums, bias)
 
 
 def _divisor(number: int, most: int) -> int:

@@ -5,11 +5,14 @@ import json
 import random
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import jspec
 from jspec.checkpoints import installed
+from jspec.core.weights import Weight, as_array
+from jspec.engine.memory import bytes_of
 
 pytestmark = pytest.mark.slow
 try:
@@ -76,3 +79,18 @@ def test_it_answers_a_question(model):
     [answer] = llm.chat(question, jspec.SamplingParams(temperature=0, max_tokens=20))
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
+
+
+def test_its_blocks_stay_as_small_as_the_file_and_speculation_keeps_the_text(model):
+    blocks = jspec.load(FILE, "float32", quantization="gguf")
+    assert bytes_of(blocks.params) <= 1.1 * FILE.stat().st_size
+    is_weight = lambda leaf: isinstance(leaf, Weight)
+    leaves = jax.tree.leaves(blocks.params, is_leaf=is_weight)
+    for kept, floats in zip(leaves, jax.tree.leaves(model.params), strict=True):
+        np.testing.assert_array_equal(as_array(kept), floats)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = jspec.SamplingParams(temperature=0, max_tokens=20)
+    configs = (None, {"method": "ngram", "num_speculative_tokens": 4})
+    llms = [jspec.LLM(blocks, config, max_model_len=256, max_num_seqs=1) for config in configs]
+    texts = [llm.chat(question, params)[0].outputs[0].text for llm in llms]
+    assert texts[0] == texts[1] and "Paris" in texts[0]

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jspec.checkpoints.families.names import Entry
 from jspec.checkpoints.quantised.stored import NIBBLES, StoredTensor
-from jspec.core.quantized import Factors, Quantized, stored_nibbles
+from jspec.core.quantized import Factors, Joined, Quantized, stored_nibbles
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight
 from jspec.sharding.placement import Placement
@@ -18,28 +19,43 @@ from jspec.sharding.placement import Placement
 def read(
     entry: Entry, tensors: Mapping[str, Any], dtype: np.dtype, placement: Placement | None = None
 ) -> Array | Weight:
-    """Return ``entry.read``, quantised if all of its tensors are, in one form.
+    """Return ``entry.read``, quantised if all of its tensors are.
 
-    Others are multiplied out.
+    Tensors in several forms are multiplied apart; several devices get them multiplied out.
     """
-    if not is_quantised(entry, tensors):
+    if not is_quantised(entry, tensors, placement):
         return entry.read(tensors, dtype, placement)
-    return _made(entry, tensors, dtype, placement, shapes=False)
+    return _joined(entry, tensors, dtype, placement, shapes=False)
 
 
 def outlined(entry: Entry, tensors: Mapping[str, Any], dtype: np.dtype) -> Any:
     """Return ``read`` with shapes for arrays."""
     if not is_quantised(entry, tensors):
         return jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
-    return _made(entry, tensors, dtype, None, shapes=True)
+    return _joined(entry, tensors, dtype, None, shapes=True)
 
 
-def is_quantised(entry: Entry, tensors: Mapping[str, Any]) -> bool:
-    """Return whether an entry stays quantised: its tensors have one form."""
+def is_quantised(
+    entry: Entry, tensors: Mapping[str, Any], placement: Placement | None = None
+) -> bool:
+    """Return whether an entry stays quantised: its tensors are, in forms that can be joined."""
     stored = [tensors.get(name) for name in entry.names]
     if entry.float32 or not all(isinstance(each, StoredTensor) for each in stored):
         return False
-    return len({each.form for each in stored}) == 1
+    is_split = placement is not None and isinstance(placement.sharding, NamedSharding)
+    return len({each.form for each in stored}) == 1 or not (entry.stack or is_split)
+
+
+def _joined(entry: Entry, tensors: Mapping[str, StoredTensor], *given: Any, shapes: bool) -> Weight:
+    """Return the weight of an entry, joined of those of tensors that differ in their forms."""
+    if len({tensors[name].form for name in entry.names}) == 1:
+        return _made(entry, tensors, *given, shapes=shapes)
+    apart = [
+        dataclasses.replace(entry, names=(name,), shapes=(shape,), sections=())
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    ]
+    made = tuple(_made(each, tensors, *given, shapes=shapes) for each in apart)
+    return Joined(made, axis=-1 if entry.transpose else -2)
 
 
 def _made(
