@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.families import table
+from tests.families import rows, table
 from tests.families.prompts import PROMPTS
 
 torch = pytest.importorskip("torch")
@@ -24,7 +24,7 @@ def model(case: str):
     """Return the model of a case: matrices of std ``GAIN`` / sqrt(inputs), vectors moved by 0.2."""
     torch.set_num_threads(1)
     kind, keys = table.CASES[case]
-    text, whole = table.SIZES | keys, table.ROWS[kind].whole
+    text, whole = rows.SIZES | keys, table.ROWS[kind].whole
     if whole is None:
         config = transformers.AutoConfig.for_model(kind, **text)
         made = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -21,6 +21,20 @@ torch, transformers = models.torch, models.transformers
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 
 _, KEYS = table.CASES["qwen3_5_text"]
+_SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# A ``model_type``, the case of its text part, and more of the config of its other part.
+WHOLES = [
+    ("gemma3", "gemma3_text", {}),
+    ("mistral3", "mistral", {"model_type": "pixtral", "head_dim": 8}),
+    ("mistral3", "ministral3", {"model_type": "pixtral", "head_dim": 8}),
+]
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 
@@ -66,18 +80,25 @@ def folder(tmp_path_factory):
     return directory
 
 
-def test_the_text_part_of_gemma_3_is_that_of_a_model_of_images(tmp_path, caplog):
-    text = models.model("gemma3_text")
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    vision |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=text.config.to_dict(), vision_config=vision)
-    whole = transformers.Gemma3ForConditionalGeneration(config)
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("row", WHOLES, ids=lambda row: row[1])
+def test_the_text_part_is_that_of_a_model_of_images(row, published, tmp_path, caplog):
+    kind, case, others = row
+    text = models.model(case)
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config=text.config.to_dict(),
+        vision_config=_SMALL | others,
+        tie_word_embeddings=text.config.tie_word_embeddings,
+    )
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.save_pretrained(tmp_path / "whole")
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path / "whole", save_original_format=published)
     with caplog.at_level(logging.WARNING):
         config, params, raw = checkpoint.load_pretrained(tmp_path / "whole")
-    assert "left out: " in caplog.text and raw["model_type"] == "gemma3_text"
-    alone, expected, _ = checkpoint.load_pretrained(models.saved("gemma3_text", tmp_path))
+    assert "left out: " in caplog.text and raw["model_type"] == case
+    alone, expected, _ = checkpoint.load_pretrained(models.saved(case, tmp_path))
     assert config == alone
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
