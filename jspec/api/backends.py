@@ -58,6 +58,8 @@ class Backends:
                 asked = f"{owner}kv_cache_dtype={kv_cache_dtype!r}"
             raise ValueError(f"{asked} is for drafters with attention; leave it out.")
         changed = dataclasses.replace(decoder, **changes)
+        if changes.get("attention") == "xla":
+            changed = changed.with_experts(matmul="xla")
         if "attention" in changes:
             self._check_sizes(key, changes["attention"], changed)
         return changed if is_decoder else dataclasses.replace(network, network=changed)

@@ -72,8 +72,9 @@ class LLM:
       gpu_memory_utilization: share of the device's memory for weights and KV cache, up to which the
         cache grows. None for 0.9 on an accelerator, or 4 GiB of cache on a CPU.
       attention_backend: form of the target's attention: "xla", "pallas_gpu" (Hopper),
-        "pallas_tpu" or "reference"; None for the device's default (docs/tpu_and_gpu.md). That of
-        the drafter is a key of ``speculative_config``.
+        "pallas_tpu" or "reference"; None for the device's default (docs/tpu_and_gpu.md). With
+        "xla" experts run without a kernel too. That of the drafter is a key of
+        ``speculative_config``.
       sampling_backend: form of the rules "standard" and "block" on drawn drafts: "xla",
         "pallas_gpu" or "pallas_tpu"; None for "xla".
       tensor_parallel_size: devices that the target is split among: its heads, the widths of its

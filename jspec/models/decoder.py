@@ -97,6 +97,17 @@ class DecoderConfig:
         """True if a layer is a mixture of experts."""
         return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
 
+    def with_experts(self, **changes: Any) -> "DecoderConfig":
+        """Return the config with fields of every mixture of experts replaced."""
+
+        def changed(layer: Layer) -> Layer:
+            if not isinstance(layer.feed_forward, Experts):
+                return layer
+            feed_forward = dataclasses.replace(layer.feed_forward, **changes)
+            return dataclasses.replace(layer, feed_forward=feed_forward)
+
+        return dataclasses.replace(self, layers=tuple(map(changed, self.layers)))
+
     def with_mixers(self, **changes: Any) -> "DecoderConfig":
         """Return the config with fields of every mixer replaced."""
         layers = tuple(

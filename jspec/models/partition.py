@@ -15,9 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jspec.core.weights import Weight, as_stored
 from jspec.models import layouts
-from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.tensors import Tensor
-from jspec.models.decoder import DecoderConfig, Layer
+from jspec.models.decoder import DecoderConfig
 from jspec.sharding import COLUMNS, ROWS, TENSOR
 from jspec.sharding.placement import Placement, Placements
 
@@ -75,14 +74,7 @@ def by_experts(config: DecoderConfig) -> DecoderConfig:
     """
     if not config.has_experts:
         raise ValueError("enable_expert_parallel=True, but the model has no experts; leave it out.")
-
-    def changed(layer: Layer) -> Layer:
-        if not isinstance(layer.feed_forward, Experts):
-            return layer
-        feed_forward = dataclasses.replace(layer.feed_forward, expert_parallel=True)
-        return dataclasses.replace(layer, feed_forward=feed_forward)
-
-    return dataclasses.replace(config, layers=tuple(map(changed, config.layers)))
+    return config.with_experts(expert_parallel=True)
 
 
 def rules(config: DecoderConfig, ways: int) -> dict[Path, Rule]:

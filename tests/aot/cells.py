@@ -28,6 +28,8 @@ from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
 from jspec.models import decoder, layouts, partition
+from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
 from jspec.sharding import TENSOR
@@ -39,6 +41,7 @@ from tests.aot.programs import ACCELERATOR, PLATFORMS
 MAX_MODEL_LEN = 16384  # Tokens that the table of pages has room for, in each row.
 DRAFT_VOCABULARY = 32000  # as of the published EAGLE-3 heads
 KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+EXPERT_KERNELS = {"tpu": "xla", "cuda": "pallas_gpu"}
 
 
 class Model(NamedTuple):
@@ -62,6 +65,7 @@ _LLAMA = dict(
     norm_eps=1e-5,
     rope=RopeConfig(500000.0, "llama3", 8.0, 8192),
 )
+_A3B = Experts(128, 8, 768, scoring="softmax", selection_bias=False)
 MODELS = {
     "llama-8b": Model(32, _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_heads=32)),
     "llama-70b": Model(80, _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_heads=64)),
@@ -82,6 +86,20 @@ MODELS = {
         ),
         window=1024,
         num_windowed=52,
+    ),
+    "qwen3-30b-a3b": Model(
+        48,
+        dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            feed_forward=_A3B,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            qk_norm=True,
+            norm_eps=1e-6,
+            rope=RopeConfig(1e6),
+        ),
     ),
 }
 
@@ -128,6 +146,7 @@ def _cells(device: str, *changes: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 _XLA, _PLAIN, _ONE = {"attention": "xla"}, {"nodes": 1}, {"batch": 1}
+_MOE = {"model": "qwen3-30b-a3b"}
 _LONG, _LAID, _70B = {"batch": 32, "context": 8192}, {"layouts": True}, {"model": "llama-70b"}
 TABLE = (
     *_cells(
@@ -144,6 +163,7 @@ TABLE = (
         {"tp": 4} | _LAID,
         {"tp": 8, "draft_tp": 8} | _LAID,
         _70B | {"tp": 8} | _LAID,
+        *(_MOE | change for change in (_ONE | _PLAIN, _ONE, {})),
     ),
     *_cells("v5e", _XLA, {}),
     *_cells("tpu7x", _XLA | _LAID, {}, _LAID),
@@ -166,6 +186,7 @@ TABLE = (
         *({"tp": tp} for tp in (4, 8)),
         *(_70B | {"tp": tp} for tp in (4, 8)),
         *({"tp": tp, "draft_tp": tp} for tp in (4, 8)),
+        *(_MOE | change for change in (_ONE | _PLAIN, _ONE | _XLA, _ONE, _XLA, {}, {"tp": 4})),
     ),
 )
 
@@ -232,11 +253,16 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
     attention = KERNELS[platform] if cell.attention == "kernel" else "xla"
     network = MODELS[cell.model].network(num_layers, windowed=windowed)
     network = dataclasses.replace(network, attention=attention)
+    if network.has_experts:
+        matmul = EXPERT_KERNELS[platform] if cell.attention == "kernel" else "xla"
+        network = network.with_experts(matmul=matmul)
     kept = dataclasses.replace(network, kv_cache_dtype=NAMES[cell.kv_cache_dtype])
     target = decoder.Decoder(partition.split(kept, cell.tp))
     drafter = NoDrafter()
     if cell.nodes > 1:
         block = dict(num_layers=1, windows=(), vocab_size=DRAFT_VOCABULARY, tie_embeddings=False)
+        if network.has_experts:  # Published heads of such models have a plain MLP.
+            block["feed_forward"] = GatedMlp(network.layers[0].feed_forward.dense_size)
         head = eagle.EagleConfig(
             network=networks.changed(network, **block),
             generation=3,
@@ -313,6 +339,8 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
         size = size // 2 + 4 * (cell.kv_cache_dtype == "int8")  # 8 bits a number, and a scale
     live = sum(map(_live(cell, size), network.layers)) // cell.tp
     total = _bytes(target) - embedding + live
+    stacks = [leaf for leaf in jax.tree.leaves(target) if leaf.ndim == 3]
+    total -= round((1 - chosen_share(cell)) * _bytes(stacks))
     if drafter is not None:
         fc = _bytes(drafter.fc)
         of_token = _live(cell, 2 * network.layers[0].mixer.head_dim)
@@ -320,6 +348,14 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
         step = _bytes(drafter) - fc + live
         total += fc + plan.max_depth * step
     return total
+
+
+def chosen_share(cell: Cell) -> float:
+    """Return the largest share of experts that the tokens of a round can choose."""
+    experts = MODELS[cell.model].sizes.get("feed_forward")
+    if experts is None:
+        return 1.0
+    return min(1, cell.batch * cell.nodes * experts.experts_per_token / experts.num_experts)
 
 
 def _live(cell: Cell, size: int) -> Callable[[decoder.Layer], int]:

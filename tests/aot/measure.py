@@ -81,7 +81,9 @@ def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
         context=cell.context,
         window=model.window if windowed else None,
     )
-    read = traffic.read(program.as_text(), caches, traced.weight_shapes)
+    read = traffic.read(
+        program.as_text(), caches, traced.weight_shapes, chosen=cells.chosen_share(cell)
+    )
     whole = figures.read(program, traced.cache_shapes)
     result = {
         "bytes": read.size,

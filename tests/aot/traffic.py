@@ -3,7 +3,8 @@
 Each instruction of the loop's body counts its operands and its result, each once. A fusion counts
 what it reads of its operands: slices and gathers count the slices, updates in place the update. An
 inner loop counts as often as it runs, a conditional its dearest branch. Arrays in a TPU's fast
-memory count nothing; copies to them and from them count the other side.
+memory count nothing; copies to them and from them count the other side. A kernel reads the share of
+a stack of experts that tokens choose.
 """
 
 import collections
@@ -80,14 +81,23 @@ class Traffic(NamedTuple):
         return sum(each.size for each in self.moved)
 
 
-def read(text: str, caches: Caches, weight_shapes: frozenset[tuple[int, ...]]) -> Traffic:
-    """Return the traffic of a launch from its optimised HLO."""
+def read(
+    text: str,
+    caches: Caches,
+    weight_shapes: frozenset[tuple[int, ...]],
+    chosen: float = 1.0,
+) -> Traffic:
+    """Return the traffic of a launch from its optimised HLO.
+
+    ``chosen`` is the share of experts that its tokens choose; stacks are the weights of three axes.
+    """
     lines = list(instructions(text))
     computations = collections.defaultdict(dict)
     for line in lines:
         computations[line.inside][line.name] = line
     (entry,) = {line.inside for line in lines if line.entry}
-    program = _Program(dict(computations), caches)
+    stacks = frozenset(shape for shape in weight_shapes if len(shape) == 3)
+    program = _Program(dict(computations), caches, stacks, chosen)
     loops = [line for line in computations[entry].values() if line.operation == "while"]
     bodies = [_called(line, "body") for line in loops]
     body = max(bodies, key=lambda name: len(computations[name]), default=entry)
@@ -123,6 +133,8 @@ def _weight_copies(entry: dict[str, Instruction], shapes: frozenset[tuple[int, .
 class _Program:
     computations: dict[str, dict[str, Instruction]]
     caches: Caches
+    stacks: frozenset[tuple[int, ...]]
+    chosen: float
 
     def walk(self, name: str, times: int) -> tuple[list[Moved], collections.Counter, list[str]]:
         """Return the traffic of a computation that runs ``times`` in a round."""
@@ -210,7 +222,12 @@ class _Program:
             return _size(first) + _first(line.result)
         # A kernel reads an array once that it is passed in several forms.
         sources = {_source(body, name): result for name, result in types.items()}
-        return sum(map(_size, sources.values())) + self._result(line)
+        reads = {name: _size(result) for name, result in sources.items()}
+        if operation == "custom-call":
+            for name, result in sources.items():
+                if _arrays(result) and _arrays(result)[0][1] in self.stacks:
+                    reads[name] *= self.chosen
+        return round(sum(reads.values())) + self._result(line)
 
     def _result(self, line: Instruction) -> int:
         """Return the bytes of a result; a library's workspace is none."""

@@ -27,18 +27,28 @@ def logits_of(params, config, tokens):
 
 
 def on_several(directory: str, ways: int) -> dict:
-    """Return the logits of the longest prompt, or why the model is not divided."""
+    """Return the logits of the longest prompt, or why the model is not divided.
+
+    "apart" are those with some experts on each device, if there are experts.
+    """
     config, _ = checkpoint.load_config(directory)
     try:
-        parts = partition.split(config, ways)
+        partition.split(config, ways)
     except ValueError as error:
         return {"refused": str(error)}
-    mesh = mesh_lib.make(ways)
+    forms = {"logits": config}
+    if config.has_experts:
+        forms["apart"] = partition.by_experts(config)
+    return {name: _logits(directory, form, ways) for name, form in forms.items()}
+
+
+def _logits(directory: str, config: decoder.DecoderConfig, ways: int) -> list:
+    parts, mesh = partition.split(config, ways), mesh_lib.make(ways)
     placements = partition.placements(partition.rules(config, ways), mesh)
     params = checkpoint.load_pretrained(directory, sharding=placements)[1]
     with mesh_lib.on(mesh):
         logits = logits_of(params, parts, np.array(PROMPTS[0], np.int32)[None])
-    return {"logits": np.asarray(logits)[0].tolist()}
+    return np.asarray(logits)[0].tolist()
 
 
 def main(ways: str, *directories: str):

@@ -18,4 +18,6 @@ def printed(tmp_path_factory):
 @pytest.mark.parametrize("case", table.ENGINE)
 def test_logits_of_two_devices_equal_those_of_transformers(case, printed):
     theirs, _ = models.states(case)[0]
-    np.testing.assert_allclose(printed[case]["logits"], theirs, atol=2e-4)
+    line = printed[case]
+    for name in {"logits", "apart"} & line.keys():
+        np.testing.assert_allclose(line[name], theirs, atol=2e-4)
