@@ -21,6 +21,7 @@ from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
 from jspec.models.blocks.attend import Attend, Recur, attention_over, recurrence_over
 from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.norms import Norm, RmsNorm
 
@@ -91,6 +92,11 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, None for none."""
         return tuple(layer.mixer.window for layer in self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if a layer has a state instead of keys and values."""
+        return any(isinstance(layer.mixer, DeltaRule) for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -257,6 +263,11 @@ def trunk(
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
+    if config.is_recurrent and recur is None:
+        raise ValueError(
+            "a network with layers of the gated delta rule runs as a target only, not as a draft "
+            "network and not in training; take one of attention alone"
+        )
     shape_checks.check_captured(capture_layers, config.num_layers)
     rotations = rotations_of((layer.mixer for layer in config.layers), positions)
     shared, stream = Pass(attend, rotations, positions, linear, packing, recur), [x]
