@@ -37,6 +37,7 @@ class Layer:
       output_norm: norm of the outputs of both before they are added; None for none.
       parallel: whether the feed-forward has the mixer's normed input, and no norm of its own.
       residual_scale: factor on the outputs of both before they are added.
+      scaled: whether the residual stream behind the layer is multiplied by a learned number.
     """
 
     mixer: Mixer
@@ -45,6 +46,7 @@ class Layer:
     output_norm: Norm | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    scaled: bool = False
 
     def normed(self, x: Array, weight: Array | None) -> Array:
         """Return the input of the mixer or the feed-forward for the residual stream x."""
@@ -133,6 +135,7 @@ class LayerParams:
     feed_forward: Any
     mixer_output_norm: Array | None = None  # [D]
     feed_forward_output_norm: Array | None = None  # [D]
+    scale: Array | None = None  # [1]
 
 
 @struct.dataclass
@@ -198,6 +201,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
             feed_forward=layer.feed_forward.init(keys[2:], hidden, dtype, shrink),
             mixer_output_norm=norm(layer.output_norm),
             feed_forward_output_norm=norm(layer.output_norm),
+            scale=jnp.ones((1,), dtype) if layer.scaled else None,
         )
 
     return tuple(init(x, keys[4 * index : 4 * index + 4]) for index, x in enumerate(config.layers))
@@ -319,7 +323,8 @@ def apply_normed(
             else:
                 normed = layer.normed(after, params.feed_forward_norm)
             output = layer.feed_forward.apply(params.feed_forward, normed, run)
-            return layer.added(after, output, params.feed_forward_output_norm)
+            after = layer.added(after, output, params.feed_forward_output_norm)
+        return after if params.scale is None else after * params.scale.astype(after.dtype)
 
     # Tokens do not meet any more: one choice of a size for all that is left.
     return over_listed(run.packing, params.feed_forward, after_mixing, rows_at(x, rows), mixed)

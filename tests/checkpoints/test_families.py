@@ -167,6 +167,7 @@ _PARTICULAR = {
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "seed_oss": {"attention_bias": True},
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 49.0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "rope_scaling": None},
 }
 _DESCRIBED_AS = {"mimo": "qwen2", "seed_oss": "qwen2", "phi3": "llama", "ministral3": "llama"}
 
@@ -200,6 +201,11 @@ def test_a_decoder_that_no_family_can_express_is_refused():
     [
         ("llama", {"hidden_act": "gelu"}, r"hidden_act='gelu' \(only 'silu' or 'swish'\)"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 2, "enable_moe_block": True},
+            "hidden_size_per_layer_input=256.*num_kv_shared_layers=2.*enable_moe_block=True",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "by layer type"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

@@ -183,6 +183,24 @@ ROWS = {
             },
         },
     ),
+    "gemma4_text": Row(
+        checkpoints="Gemma 4 31B; its text part",
+        heads="",
+        features="Gemma 3 with norms of values, keys that are values, heads of two sizes, partial "
+        "rotation, and a factor for each layer",
+        cases={
+            "gemma4_text": {
+                "sliding_window": 6,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                "global_head_dim": 32,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0,
+                "final_logit_softcapping": 3.0,
+            },
+        },
+    ),
     "ministral3": Row(
         checkpoints="Ministral 3 3B, 8B, 14B (text part)",
         heads="",

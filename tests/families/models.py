@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 NEW_TOKENS = 64
 PROMPT_LENGTHS = tuple(map(len, PROMPTS))
 GAIN = 1.5  # Matrices are so large that logits are distinct and states matter.
-DRAWN_BUFFERS = ("e_score_correction_bias",)
+DRAWN_BUFFERS = ("e_score_correction_bias", "layer_scalar")
 
 
 @functools.cache

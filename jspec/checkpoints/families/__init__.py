@@ -20,6 +20,7 @@ from jspec.checkpoints.families import (
     exaone4,
     gemma2,
     gemma3_text,
+    gemma4_text,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -60,7 +61,7 @@ _MODULES = (
     *(olmo2, olmo3, smollm3, phi3, granite),
     *(glm4, seed_oss, exaone4, cohere2),
     gpt_oss,
-    *(gemma2, gemma3_text),
+    *(gemma2, gemma3_text, gemma4_text),
     *(ministral3, hunyuan_v1_dense, ernie4_5, apertus),
     muse_glimmer_text,
 )

@@ -261,6 +261,7 @@ def block_table(
         *late,  # Files have this bias behind the second norm.
         *_within("feed_forward", kind.feed_forward.tensors(hidden)),
         *norm_of("feed_forward_output_norm", "post_mlp_layernorm", output, hidden),
+        *([Tensor(("scale",), ("layer_scalar",), ((1,),))] if kind.scaled else []),
     ]
     path = ("layers", layer)
     return [_entry(tensor, path, prefix, renamed) for tensor in tensors]

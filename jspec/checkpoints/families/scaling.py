@@ -22,6 +22,7 @@ _YARN = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "ms
 MSCALES = ("short_mscale", "long_mscale")  # PhiMoE's names of the attention_factor of longrope
 _OPTIONAL = {
     "llama3": (_ORIGINAL,),
+    "proportional": ("factor",),
     "yarn": ("factor", _ORIGINAL, *_YARN),
     "longrope": ("factor", _ORIGINAL, "attention_factor", *MSCALES),
 }
@@ -50,7 +51,8 @@ def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
 def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     trained = raw["max_position_embeddings"]
     given = merged(raw)
-    for key in ("partial_rotary_factor", *_OF_IMAGES):
+    share = given.pop("partial_rotary_factor", None)
+    for key in _OF_IMAGES:
         given.pop(key, None)
     kind = given.pop("rope_type")
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
@@ -68,6 +70,9 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
         factor = float(given.get("factor", 1.0))
         length = trained if kind == "dynamic" else 0
         return RopeConfig(theta, kind, factor, length), int(trained * factor)
+    if kind == "proportional":
+        share = positive("partial_rotary_factor", 1 if share is None else share)
+        return RopeConfig(theta, kind, float(given.get("factor", 1.0)), share=share), trained
     factor = float(given.get("factor") or trained / original)
     if kind == "llama3":
         low, high = given["low_freq_factor"], given["high_freq_factor"]
@@ -96,6 +101,8 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
         scaling["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn", "longrope"):
         scaling[_ORIGINAL] = rope.original_length
+    if rope.kind == "proportional":
+        scaling["partial_rotary_factor"] = rope.share
     if rope.kind == "llama3":
         low, high = rope.low_freq_factor, rope.high_freq_factor
         scaling |= {"low_freq_factor": low, "high_freq_factor": high}

@@ -40,6 +40,7 @@ class Attention(Mixer):
       norms_all_heads: whether ``qk_norm`` is over all heads together, not over each.
       norms_rotated: whether ``qk_norm`` comes after the rotation.
       v_norm: norm of each head's values; None for none.
+      keys_are_values: whether values are the keys before their norm and rotation.
       interleaved: whether the rotation pairs features 2j and 2j + 1 in the checkpoint.
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       gated: whether the outputs of a head are multiplied by sigmoids, whose columns follow those of
@@ -78,6 +79,7 @@ class Attention(Mixer):
     gated: bool = False
     gate_apart: bool = False
     has_sinks: bool = False
+    keys_are_values: bool = False
 
     title = "standard attention"
 
@@ -90,7 +92,8 @@ class Attention(Mixer):
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Widths of the queries (and their gates), the keys and the values."""
         keys = self.num_kv_heads * self.head_dim
-        return (1 + self.gated) * self.num_heads * self.head_dim, keys, keys
+        values = 0 if self.keys_are_values else keys
+        return (1 + self.gated) * self.num_heads * self.head_dim, keys, values
 
     @property
     def _norms(self) -> tuple[tuple[str, Norm | None, int], ...]:
@@ -126,14 +129,14 @@ class Attention(Mixer):
 
     def tensors(self, hidden: int, inputs: int | None = None) -> tuple[Tensor, ...]:
         """See ``Mixer``."""
-        heads, sizes = self.num_heads * self.head_dim, self.qkv_sizes
+        heads, sizes = self.num_heads * self.head_dim, [*filter(None, self.qkv_sizes)]
+        names = _QKV[: len(sizes)]
         split = {"divided": "outputs", "unit": self.head_dim}
-        names = _QKV
         if self.gate_apart:
-            names, sizes = (_GATE, *_QKV), (heads, heads, *sizes[1:])
+            names, sizes = (_GATE, *names), (heads, heads, *sizes[1:])
         tensors = [matrix("qkv", names, sizes, inputs or hidden, by_linear=True, **split)]
         if self.qkv_bias:
-            tensors.append(vector("qkv_bias", _QKV, sizes, "bias", **split))
+            tensors.append(vector("qkv_bias", names, sizes, "bias", **split))
         for name, norm, size in self._norms:
             divided = split if self.norms_all_heads and name != "v_norm" else {}
             tensors += norm_of(name, f"self_attn.{name}", norm, size, **divided)
@@ -214,6 +217,8 @@ class Attention(Mixer):
         parts = fused.reshape(batch, length, self.column_parts, -1, self.head_dim)
         queries, keys, _ = (n // self.column_parts // self.head_dim for n in self.qkv_sizes)
         cut = jnp.split(parts, [queries, queries + keys], axis=3)
+        if self.keys_are_values:
+            cut[2] = cut[1]
         return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
 
     def _without_gates(self, q: Array) -> tuple[Array, Array]:
@@ -251,8 +256,8 @@ class Attention(Mixer):
         if bias is not None:
             bias = bias.reshape(parts, -1)[:, queries:].reshape(-1)
         both = affine(x, columns_from(params.qkv, queries, parts), bias, linear)
-        apart = both.reshape(*x.shape[:-1], parts, 2, -1, self.head_dim)
-        k, v = (apart[:, :, :, i].reshape(*x.shape[:-1], -1, self.head_dim) for i in (0, 1))
+        apart = both.reshape(*x.shape[:-1], parts, 2 - self.keys_are_values, -1, self.head_dim)
+        k, v = (apart[:, :, :, i].reshape(*x.shape[:-1], -1, self.head_dim) for i in (0, -1))
         (k,) = self._turned(rotation, (k, params.k_norm))
         if self.v_norm:
             v = self.v_norm(v, params.v_norm)

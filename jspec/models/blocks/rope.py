@@ -15,7 +15,7 @@ from jax import lax
 
 from jspec.core.types import Array
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class RopeConfig:
     amplitude: float = 1.0  # factor on cos and sin (yarn, longrope)
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
+    share: float = 1.0  # proportional: of the features of a head, those that are rotated
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -140,7 +141,14 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return base / rope.factor * divided + base * (1 - divided)
 
 
+def _proportional(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Keep the highest frequencies of the whole head; the other features have none (Gemma 4)."""
+    base = _default(rope, head_dim) / rope.factor
+    return np.where(np.arange(head_dim // 2) < int(rope.share * head_dim // 2), base, 0.0)
+
+
 _STATIC = {
+    "proportional": _proportional,
     "default": _default,
     "linear": lambda rope, head_dim: _default(rope, head_dim) / rope.factor,
     "llama3": _llama3,
