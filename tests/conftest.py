@@ -39,6 +39,7 @@ _MORE = (
     "api/test_llm_mtp.py",
     "benchmarks",
     "drafters",
+    "checkpoints/test_mxfp4.py",
     "checkpoints/test_parts.py",
     "checkpoints/test_gguf_blocks.py",
     "checkpoints/test_quantization.py",

@@ -155,7 +155,7 @@ ROWS = {
         },
     ),
     "gpt_oss": Row(
-        checkpoints="gpt-oss-20b, gpt-oss-120b, in bfloat16",
+        checkpoints="gpt-oss-20b, gpt-oss-120b, in MXFP4 or bfloat16",
         heads="EAGLE-3",
         features="sinks; windows; biased experts with a clamped SwiGLU",
         cases={
