@@ -5,13 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec import LLM, SamplingParams
+from jspec import LLM, SamplingParams, ops
 from jspec.api.backends import DRAFT_KEY, Backends
+from jspec.models.blocks.experts import Experts
 from jspec.models.heads.medusa import MedusaConfig
-from tests import tiny
+from tests import networks, tiny
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 EAGLE = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
@@ -88,6 +90,20 @@ def test_a_model_that_a_kernel_does_not_take_is_refused(config, page, message, h
     backends = Backends("pallas_gpu", page_size=page)
     with pytest.raises(ValueError, match=f"^attention_backend='pallas_gpu' .*{message}"):
         backends.running(config, "pallas_gpu", None)
+
+
+def test_experts_run_by_a_kernel_on_hopper_unless_xla_is_named(hopper):
+    config = networks.changed(BFLOAT16, feed_forward=Experts(4, 2, 64))
+    shape = jax.ShapeDtypeStruct
+    x, sizes = shape((5, 64), jnp.bfloat16), shape((4,), jnp.int32)
+
+    def has_kernel(name, dtype="bfloat16"):
+        mixture = Backends(name).running(config, name, None).layers[0].feed_forward
+        weights = shape((4, 64, 128), dtype)
+        return ops.has_kernel("grouped_matmul", mixture.matmul, x, weights, sizes)
+
+    assert has_kernel(None) and has_kernel("pallas_gpu")
+    assert not has_kernel("xla") and not has_kernel(None, "float32")
 
 
 def test_a_vocabulary_that_the_sampling_kernel_does_not_take_is_refused(hopper):
