@@ -40,8 +40,14 @@ def cap(raw: dict, key: str) -> float | None:
 
 def _layers(raw: dict) -> tuple[Layer, ...]:
     mixer = attention(raw, soft_cap=cap(raw, "attn_logit_softcapping"))
-    norms = {"norm": norm(raw), "output_norm": norm(raw)}
-    return common.alike(raw, mixer, mlp(raw), common.every(raw, 2), **norms)
+    return common.alike(
+        raw,
+        mixer,
+        mlp(raw),
+        common.every(raw, 2),
+        norm=norm(raw),
+        output_norm=norm(raw),
+    )
 
 
 def fields(raw: dict) -> dict[str, Any]:

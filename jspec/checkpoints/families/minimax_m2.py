@@ -1,6 +1,6 @@
 """MiniMax-M2: experts behind a sigmoid with a bias, norms over all heads, half of each rotated."""
 
-from jspec.checkpoints.families import common, experts, mixtral, scaling
+from jspec.checkpoints.families import common, experts, mixtral
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, whole
 from jspec.models.decoder import DecoderConfig, Layer
 from jspec.util.messages import shown
@@ -24,12 +24,8 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
 
 def _describe(config: DecoderConfig) -> dict:
     mixer = common.attention_of(config)
-    share = (mixer.rotary_dim or mixer.head_dim) / mixer.head_dim
-    rope = scaling.write(mixer.rope, config.max_positions)
-    return {
+    return common.describe_rotated(config) | {
         "rotary_dim": mixer.rotary_dim or mixer.head_dim,
-        "partial_rotary_factor": share,
-        "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": share},
         "scoring_func": "sigmoid",
         "use_qk_norm": True,
         "use_routing_bias": True,
