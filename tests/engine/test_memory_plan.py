@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 
 import jax
 import pytest
@@ -87,6 +88,26 @@ def test_tokens_fit_into_what_weights_and_programs_leave_of_a_device():
     short = Device(result.weights + result.workspace + 2**20, GIB)
     result = planned(SIZES, short, {"gpu_memory_utilization": 1.0})
     assert result.num_tokens == 64 * (2**20 // page - 1)
+
+
+def test_layers_with_a_window_have_pages_for_twice_the_sequences_that_run():
+    sizes = dict(max_model_len=8192, longest=8192)
+    mixed = planned(networks.changed(SIZES, windows=(None, 64, 64)), **sizes)
+    each, page = 64 * mixed.token / 3, 64 * mixed.token  # bytes of a page of a layer, and of all
+    held = (64 + 512) // 64 + 1  # the window, a pass of a prompt, and a page that both begin in
+    assert mixed.windowed == mixed.token * 2 / 3 and mixed.in_windows == (held + 1) * 2 * each
+    assert mixed.sequence == (8192 / 64 + 1) * each + mixed.in_windows
+    left = int(0.9 * 24 * GIB) - mixed.weights - (2 * 4 * held + 1) * 2 * each
+    assert mixed.num_tokens == 64 * (left // each - 1)
+    assert mixed.num_tokens > 2.9 * planned(SIZES, **sizes).num_tokens
+    assert "within windows" in str(mixed)
+    free = mixed.weights + mixed.workspace + int(20 * page)
+    few = planned(networks.changed(SIZES, windows=(None, 64, 64)), Device(free, free), **sizes)
+    with pytest.raises(ValueError, match=r"max_model_len of at most (\d+)") as error:
+        few.check()
+    fitting = int(re.search(r"at most (\d+)", str(error.value))[1])
+    left = 20 * page - mixed.in_windows
+    assert fitting == 64 * int(left // each - 1)
 
 
 def test_a_cache_without_pages_has_the_whole_length_in_every_row(paths):
