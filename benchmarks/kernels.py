@@ -28,6 +28,7 @@ from jspec import ops
 from jspec.core import sampling, trees
 from jspec.core.types import Draft, Sampling
 from jspec.engine import programs
+from jspec.kernels.grouped_matmul.shapes import CASES as EXPERTS
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
@@ -43,7 +44,7 @@ MOST_COPIES = 8  # most copies of the inputs: each adds compile time
 PEAK = 4.0  # standard deviation of scores: few keys have most of the weight, as in real layers
 # bfloat16 attention rounds scores and weights. Verdicts differ where a draw falls on the border of
 # two tokens and sums round differently.
-LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25}
+LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25, "grouped_matmul": 0.01}
 
 
 class Contest(NamedTuple):
@@ -229,12 +230,51 @@ def _judge(case, implementation, rounds, uniform):
     return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((len(rounds), count), jnp.int32))
 
 
+def grouped_matmul(settings: argparse.Namespace) -> Iterator[Contest]:
+    """Yield the products of tokens with experts that they choose at random."""
+    for name in settings.cases:
+        if name in EXPERTS:
+            yield _experts_contest(name)
+
+
+def _experts_contest(name: str) -> Contest:
+    case = EXPERTS[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    chosen = jax.random.randint(keys[0], (case.rows,), 0, case.experts)
+    sizes = jnp.bincount(chosen, length=case.experts).astype(jnp.int32)
+    shape = (case.experts, case.depth, case.columns)
+    arrays = dict(
+        x=jax.random.normal(keys[1], (case.rows, case.depth), jnp.bfloat16),
+        weights=jax.random.normal(keys[2], shape, jnp.bfloat16),
+        sizes=sizes,
+        nudge=jnp.zeros((), jnp.bfloat16),
+    )
+    moved = int((sizes > 0).sum()) * 2 * case.depth * case.columns
+    moved += case.rows * (2 * case.depth + 4 * case.columns)
+    names = [XLA, *(kernels() if jax.default_backend() == "gpu" else ())]
+    contenders = {each: functools.partial(_multiply, each, **arrays) for each in names}
+    return Contest("grouped_matmul", {"case": name}, contenders, STEPS, moved, 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _multiply(implementation, *, x, weights, sizes, nudge):
+    """Run ``STEPS`` products, each of which depends on the one before; see ``_attend``."""
+
+    def step(_, out):
+        moved = x + nudge * out[:, :1].astype(x.dtype)
+        return ops.grouped_matmul(moved, weights, sizes, implementation=implementation)
+
+    out = jnp.zeros((len(x), weights.shape[2]), jnp.float32)
+    return jax.lax.fori_loop(0, STEPS, step, out)
+
+
 def num_rows(settings: argparse.Namespace) -> int:
     """Return the number of rows without a time limit."""
     attention = len(settings.batch) * len(settings.lengths) * len(settings.pages)
     rows_of = {
         "tree_attention": (CASES, attention),
         "rejection_sampling": (DRAFTS, len(settings.batch)),
+        "grouped_matmul": (EXPERTS, 1),
     }
     return sum(
         times * len(known.keys() & set(settings.cases))
@@ -242,7 +282,11 @@ def num_rows(settings: argparse.Namespace) -> int:
     )
 
 
-OPERATIONS = {"tree_attention": tree_attention, "rejection_sampling": rejection_sampling}
+OPERATIONS = {
+    "tree_attention": tree_attention,
+    "rejection_sampling": rejection_sampling,
+    "grouped_matmul": grouped_matmul,
+}
 
 
 def race(contest: Contest, names: Iterable[str], repeats: int) -> dict[str, float]:
@@ -368,8 +412,9 @@ def main() -> None:
         prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    cases = [*CASES, *DRAFTS]
-    parser.add_argument("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
+    cases = [*CASES, *DRAFTS, *EXPERTS]
+    least = [*CASES, *DRAFTS] if on_cpu else cases  # XLA multiplies all experts on a CPU.
+    parser.add_argument("--cases", nargs="+", choices=cases, default=least, metavar="CASE")
     parser.add_argument("--batch", nargs="+", type=int, default=[1] if on_cpu else [1, 8, 32])
     lengths = [1024] if on_cpu else [1024, 8192, 32768]
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths)

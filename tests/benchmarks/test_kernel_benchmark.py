@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.kernels import LIMITS, XLA
+from jspec.kernels.grouped_matmul.shapes import Case
 
 SETTINGS = argparse.Namespace(
     operations=["tree_attention", "rejection_sampling"],
@@ -55,6 +56,14 @@ def test_attention_in_another_precision_is_well_and_over_half_of_the_cache_is_no
     assert not half["well"] and half["difference"] > 5 * LIMITS["tree_attention"]
     blind = row_of("tree_attention", q=lambda q: 0 * q)
     assert not blind["well"]
+
+
+def test_products_with_other_experts_are_not_well(monkeypatch):
+    monkeypatch.setattr(kernels, "EXPERTS", {"a chain of 1": Case(4, 32, 64, rows=9)})
+    same = row_of("grouped_matmul", weights=lambda weights: weights.astype(jnp.float32))
+    assert same["well"] and same["floor"] > 0
+    other = row_of("grouped_matmul", sizes=lambda sizes: sizes[::-1])
+    assert not other["well"]
 
 
 def test_verdicts_by_other_uniforms_are_not_well():
