@@ -261,7 +261,8 @@ def _grouped_product(rows: Array, weight: Quantized) -> Array:
 def _product_by_blocks(rows: Array, weight: Quantized) -> Array:
     """Return the product of rows [T, I], a block of outputs after the other.
 
-    The halves of bytes are multiplied apart, because XLA joins them slowly.
+    The halves of bytes are multiplied apart, because XLA joins them slowly. The block is the left
+    operand of a product, as XLA multiplies it with several rows in half of the time.
     """
     outputs_axis, rows = -3 - weight.axis, rows.astype(jnp.float32)
     inputs, outputs = weight.shape[weight.axis], weight.shape[outputs_axis]
@@ -269,7 +270,7 @@ def _product_by_blocks(rows: Array, weight: Quantized) -> Array:
     size = max(_divisor(outputs, size), size // 2)
     of_group, apart = rows.reshape(len(rows), weight.num_groups, -1), weight.replace(order=None)
     halves = jnp.split(of_group, 2, -1) if weight.code else [of_group]
-    halves, sums = [half.reshape(len(rows), -1) for half in halves], of_group.sum(-1)
+    halves, sums = [half.reshape(len(rows), -1).T for half in halves], of_group.sum(-1).T
 
     def turn(index: Array, out: Array) -> Array:
         # The last block begins earlier, if it were not whole.
@@ -278,18 +279,18 @@ def _product_by_blocks(rows: Array, weight: Quantized) -> Array:
             lambda x: lax.dynamic_slice_in_dim(x, begin, size, x.ndim + outputs_axis), apart
         )
         product = _product_of_block(halves, sums, block)
-        return lax.dynamic_update_slice_in_dim(out, product, begin, 1)
+        return lax.dynamic_update_slice_in_dim(out, product, begin, 0)
 
-    out = jnp.zeros((len(rows), outputs), jnp.float32)
-    return lax.fori_loop(0, -(-outputs // size), turn, out)
+    out = jnp.zeros((outputs, len(rows)), jnp.float32)
+    return lax.fori_loop(0, -(-outputs // size), turn, out).T
 
 
 def _product_of_block(halves: list[Array], sums: Array, block: Quantized) -> Array:
-    """Return the product of a block and rows in halves, given the sums [T, G] of their groups."""
+    """Return a block's product with halves of rows, [O, T], given the sums [G, T] of groups."""
     axis = block.axis
     product = functools.partial(
         lax.dot_general,
-        dimension_numbers=(((1,), (2 + axis,)), ((), ())),
+        dimension_numbers=(((2 + axis,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
     )
     scales, bias = block.scales.array(axis), block._bias()
@@ -299,9 +300,9 @@ def _product_of_block(halves: list[Array], sums: Array, block: Quantized) -> Arr
     if block.num_groups > 1:
         values = [half * jnp.expand_dims(scales, axis) for half in values]
     pairs = zip(halves, values, strict=True)
-    out = sum(product(rows, half.reshape(shape)) for rows, half in pairs)
-    out = out if block.num_groups > 1 else out * scales.reshape(-1)
-    return out if bias is None else out + product(sums, bias)
+    out = sum(product(half.reshape(shape), rows) for rows, half in pairs)
+    out = out if block.num_groups > 1 else out * scales.reshape(-1, 1)
+    return out if bias is None else out + product(bias, sums)
 
 
 def _divisor(number: int, most: int) -> int:

@@ -8,13 +8,15 @@ import pytest
 
 import jspec
 from jspec.checkpoints import checkpoint
+from jspec.checkpoints.families.names import Entry
 from jspec.checkpoints.files import safetensors_files
+from jspec.checkpoints.quantised import formats, reading
 from jspec.core.weights import Weight, as_array
 from jspec.engine.memory import bytes_of
 from jspec.models import decoder
 from tests import eight_devices, networks
 from tests.checkpoints import quantised_writing
-from tests.checkpoints.quantised_writing import CASES
+from tests.checkpoints.quantised_writing import CASES, RNG
 
 CONFIG = networks.build(
     vocab_size=64,
@@ -169,3 +171,35 @@ def test_two_devices_have_half_of_the_groups_each_and_give_the_same_texts(both, 
     for name, (is_same, share) in zip((*names[:-1], "int4"), pairs, strict=True):
         assert is_same and share < 0.75, (name, share)  # Norms, orders and few scales are whole.
     assert "4 devices cannot divide the 2 groups of a quantised weight" in refusal
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_stacks_of_experts_in_mxfp4_are_those_of_the_formula(transpose):
+    count, inputs, outputs = 3, 64, 24
+    blocks = RNG.integers(0, 256, (count, outputs, inputs // 32, 16)).astype(np.uint8)
+    scales = RNG.integers(115, 130, blocks.shape[:3]).astype(np.uint8)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    table = np.concatenate([table, -table])
+    floats = np.stack([table[blocks & 15], table[blocks >> 4]], -1).reshape(*scales.shape, 32)
+    floats = np.ldexp(floats, scales[..., None].astype(np.int32) - 127)
+    floats = floats.reshape(count, outputs, inputs)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    entry = Entry(
+        ("layers", 0, "feed_forward", "gate_up"),
+        (name,),
+        ((outputs, inputs),),
+        transpose=transpose,
+        stack=count,
+        fused="inputs",
+    )
+    kind = formats.of({"quantization_config": {"quant_method": "mxfp4"}})
+    files = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    opened = formats.opened(kind, (entry,), files, "here")
+    assert list(opened) == [name]
+    np.testing.assert_array_equal(opened[name][1:, 3:9, 2:20], floats.swapaxes(1, 2)[1:, 3:9, 2:20])
+    weight = reading.read(entry, opened, np.dtype(np.float32))
+    assert is_weight(weight) and weight.shape == entry.shape
+    expected = floats.swapaxes(1, 2) if transpose else floats
+    np.testing.assert_array_equal(weight.array(), expected)
+    with pytest.raises(ValueError, match="gate_up_proj_scales is missing"):
+        formats.opened(kind, (entry,), {f"{name}_blocks": blocks}, "here")

@@ -111,9 +111,6 @@ def read(raw: Mapping[str, Any]) -> CompressedTensors:
     strategies = ("tensor", "channel", "group", "block")
     strategy = shared.check(weights, "strategy", strategies, "tensor")
     symmetric = shared.check(weights, "symmetric", (True, False) if packed else (True,), True)
-    block = weights.get("block_structure")
-    if strategy == "block" and not (isinstance(block, list) and len(block) == 2):
-        raise ValueError(f"block_structure={shown(block)} must be two whole numbers")
     order = shared.check(
         weights, "actorder", (None, False, True, "group", "weight", "static", "dynamic"), None
     )
@@ -125,6 +122,6 @@ def read(raw: Mapping[str, Any]) -> CompressedTensors:
         group_size=shared.size_of_group(weights) if strategy == "group" else -1,
         symmetric=symmetric,
         act_order=order in (True, "group", "dynamic"),
-        block=tuple(block) if strategy == "block" else None,
+        block=shared.block_of(weights, "block_structure") if strategy == "block" else None,
         ignored=shared.names(raw, "ignore"),
     )

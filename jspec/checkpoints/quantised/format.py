@@ -22,6 +22,7 @@ class Format(abc.ABC):
     """A format as a config.json sets it; a frozen dataclass with ``ignored``."""
 
     ignored: tuple[str, ...]  # names of modules, or parts of them, that are not quantised
+    rank = 2  # Axes of a tensor that is quantised; stacks have three.
 
     @abc.abstractmethod
     def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
@@ -71,6 +72,15 @@ def size_of_group(raw: Mapping[str, Any]) -> int:
     if size != -1 and not is_whole(size, 2, 1 << 16):
         raise ValueError(f"group_size={shown(size)} must be -1, or a whole number of at least 2")
     return size
+
+
+def block_of(raw: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """Return the block (out, in) under a key."""
+    block = raw.get(key)
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(is_whole(size, 1, 1 << 16) for size in block):
+        raise ValueError(f"{key}={shown(block)} must be two whole numbers")
+    return block[0], block[1]
 
 
 def check(raw: Mapping[str, Any], key: str, allowed: tuple, default: Any = None) -> Any:

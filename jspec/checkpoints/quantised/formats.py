@@ -77,15 +77,15 @@ def opened(
     if kind is None:
         return tensors
     result, faults = dict(tensors), []
-    for name, shape, expected in _quantised(kind, entries):
-        plain = tensors.get(name)
-        if not expected or (plain is not None and plain.dtype.name in FLOATS):
+    for name, shape in _matrices(kind, entries):
+        plain, module = tensors.get(name), _module(name)
+        if plain is not None and plain.dtype.name in FLOATS:
             continue
+        expected = kind.expected(module, shape)
         wrong = list(_faults(expected, tensors))
         faults += wrong
         if wrong:
             continue
-        module = _module(name)
         result[name] = kind.stored(module, shape, {key: tensors[key] for key in expected})
         for key in (*expected, *kind.optional(module)):
             if key != name:
@@ -102,27 +102,26 @@ def opened(
 def outlined(kind: Format | None, entries: tuple[Entry, ...]) -> Mapping[str, Any]:
     """Return ``opened`` for files that need not be there, with zeros for numbers."""
     result = {}
-    for name, shape, expected in _quantised(kind, entries) if kind else ():
+    for name, shape in _matrices(kind, entries) if kind else ():
         module = _module(name)
-        if not expected or kind.ignores(module):
+        if kind.ignores(module):
             continue
         zeros = {
             key: np.broadcast_to(np.zeros((), _dtype(dtypes[0])), shapes[0])
-            for key, (shapes, dtypes) in expected.items()
+            for key, (shapes, dtypes) in kind.expected(module, shape).items()
         }
         result[name] = kind.stored(module, shape, zeros)
     return result
 
 
-def _quantised(
-    kind: Format, entries: tuple[Entry, ...]
-) -> Iterator[tuple[str, tuple[int, ...], Expected]]:
-    """Yield the matrices that a format may quantise: name, shape and expected tensors."""
+def _matrices(kind: Format, entries: tuple[Entry, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the tensors that a format may quantise."""
     for entry in entries:
         if entry.float32 or len(entry.shapes[0]) < 2 or entry.path[-1] in _FLOATS:
             continue
         for name, shape in zip(entry.names, entry.stored_shapes, strict=True):
-            yield name, shape, kind.expected(_module(name), shape)
+            if len(shape) == kind.rank:
+                yield name, shape
 
 
 def _faults(expected: Expected, tensors: Mapping[str, Any]) -> Iterator[str]:

@@ -12,8 +12,6 @@ import numpy as np
 from jspec.checkpoints.quantised import format as shared
 from jspec.checkpoints.quantised.format import FLOATS, Expected, Format
 from jspec.checkpoints.quantised.stored import StoredTensor
-from jspec.util.messages import shown
-from jspec.util.values import is_whole
 
 METHODS = ("fp8", "fbgemm_fp8")
 
@@ -52,13 +50,9 @@ class Fp8(Format):
 
 def read(raw: Mapping[str, Any]) -> Fp8:
     """Return the format of a config."""
-    block = raw.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(is_whole(n, 2, 1 << 16) for n in block)
-    ):
-        raise ValueError(f"weight_block_size={shown(block)} must be two whole numbers")
+    has_blocks = raw.get("weight_block_size") is not None
     shared.check(raw, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     return Fp8(
-        block=None if block is None else tuple(block),
+        block=shared.block_of(raw, "weight_block_size") if has_blocks else None,
         ignored=shared.names(raw, "modules_to_not_convert"),
     )

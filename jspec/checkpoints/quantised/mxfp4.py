@@ -24,10 +24,10 @@ class Mxfp4(Format):
 
     ignored: tuple[str, ...] = ()
 
+    rank = 3
+
     def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
-        """See ``Format``; only stacks [E, in, out] are quantised."""
-        if len(shape) != 3:
-            return {}
+        """See ``Format``; stacks are [E, in, out]."""
         count, inputs, outputs = shape
         groups = shared.groups_of(inputs, _GROUP, module)
         return {
