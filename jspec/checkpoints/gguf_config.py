@@ -95,10 +95,21 @@ class _Architecture:
     special: Callable[[GgufFile], dict] = lambda _: {}
 
 
+def _without_window(file: GgufFile) -> dict:
+    """Return no keys; raise ValueError for Olmo 3, whose files have the architecture of OLMo 2."""
+    if window := file.get("{arch}.attention.sliding_window"):
+        raise ValueError(
+            f"attention.sliding_window={shown(window)} of olmo2 is not supported in GGUF files; "
+            "take the Hugging Face files"
+        )
+    return {}
+
+
 _ARCHITECTURES = {
     "llama": _Architecture("llama", permuted=True, special=_biases),
     "qwen2": _Architecture("qwen2"),
     "qwen3": _Architecture("qwen3"),
+    "olmo2": _Architecture("olmo2", special=_without_window),
     "gemma2": _Architecture("gemma2", centred=True, special=_gemma, read=_CAPS),
     "gemma3": _Architecture("gemma3_text", centred=True, special=_gemma, read=_CAPS),
 }

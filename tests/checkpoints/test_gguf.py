@@ -41,6 +41,7 @@ CASES = {
     ),
     "gemma2": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3", _GEMMA | {"num_hidden_layers": 6}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen3, yarn": (
         "Qwen3",
