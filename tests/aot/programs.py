@@ -24,6 +24,7 @@ from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
 from jspec.models.batch_invariant import BatchInvariantDecoder
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.heads import eagle, medusa
 from tests import networks
 from tests.kernels import drafts
@@ -59,6 +60,16 @@ DRAFT = networks.build(
     head_dim=128,
     max_positions=2048,
     **ACCELERATOR,
+)
+# A layer with the states of Qwen3.5, 2 MiB a row, before one of gated attention.
+RECURRENT = dataclasses.replace(
+    TARGET,
+    layers=(
+        dataclasses.replace(TARGET.layers[0], mixer=DeltaRule(32, 16, key_dim=128, head_dim=128)),
+        dataclasses.replace(
+            TARGET.layers[1], mixer=dataclasses.replace(TARGET.layers[1].mixer, gated=True)
+        ),
+    ),
 )
 MEDUSA = medusa.MedusaConfig(
     num_heads=4,
@@ -138,6 +149,7 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
     )
     loops["decode, draft_model, deterministic"] = deterministic
     if num_devices == 1:
+        loops |= {f"decode, recurrent, {x}": plan for x, plan in recurrent(platform).items()}
         with_kernels = plans(platform, kernel)
         for name in ("draft_model", "eagle3, drawn tree"):
             loops[f"decode, {name}, {kernel}"] = with_kernels[name]
@@ -236,6 +248,19 @@ def plans(platform: str, implementation: str | None) -> dict[str, Plan]:
     }
 
 
+def recurrent(platform: str) -> dict[str, Plan]:
+    """Return decode loops of a target with states; a copy of one would be a temporary.
+
+    A tree takes the compiler of TPUs four minutes.
+    """
+    target, plan = decoder.Decoder(RECURRENT), functools.partial(Plan, platform=PLATFORMS[platform])
+    chain = {"chain": plan(target, DraftModel(DRAFT, 4))}
+    if platform == "tpu":
+        return chain
+    tree = Medusa(MEDUSA, target, tree="medusa_mc_sim_7b_63", draft_sample_method="greedy")
+    return chain | {"static tree": plan(target, tree)}
+
+
 def prompt(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     """Trace a prefill of a chunk of ``CHUNK`` tokens, over contiguous caches or pages."""
     params, request = _params(plan), jax.eval_shape(_request)
@@ -307,13 +332,13 @@ def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the target's and the drafter's cache buffers on one device."""
     drafter, target = plan.drafter, plan.target
-    slots = jax.eval_shape(lambda: target.init_cache(BATCH, CAPACITY)).layers[0].k.shape[2]
+    slots = jax.eval_shape(lambda: target.init_cache(BATCH, CAPACITY)).layers[-1].k.shape[2]
     caches = [(target.config, slots)]
     if isinstance(drafter, DraftModel):
         caches.append((drafter.config, CAPACITY))
     if isinstance(drafter, Eagle):
         caches.append((drafter.config.network, CAPACITY))
-    mixers = [(model.layers[0].mixer, slots) for model, slots in caches]
+    mixers = [(model.layers[-1].mixer, slots) for model, slots in caches]
     return tuple(
         (BATCH // num_devices, mixer.num_kv_heads, slots, mixer.head_dim) for mixer, slots in mixers
     )
