@@ -37,7 +37,7 @@ def lowered(
     state = jax.eval_shape(lambda given: empty(given, SLOTS, CAPACITY).detached(), params)
     num_pages = SLOTS * CAPACITY // PAGE_SIZE + 1
     caches = pages.shapes_of(plan, params, PAGE_SIZE)
-    pools = functools.partial(pages.allocate, caches, num_pages, PAGE_SIZE, in_bits=True)
+    pools = functools.partial(pages.allocate, caches, (num_pages,), PAGE_SIZE, in_bits=True)
     state = state.replace(pools=jax.eval_shape(pools))
     return launch.lower(
         rounds or plan,
@@ -48,7 +48,7 @@ def lowered(
         state,
         jnp.int32(0),
         jnp.zeros(SLOTS, bool),
-        jax.ShapeDtypeStruct((SLOTS, CAPACITY // PAGE_SIZE), jnp.int32),
+        (jax.ShapeDtypeStruct((SLOTS, CAPACITY // PAGE_SIZE), jnp.int32),),
     )
 
 

@@ -265,15 +265,15 @@ def prompt(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any
     """Trace a prefill of a chunk of ``CHUNK`` tokens, over contiguous caches or pages."""
     params, request = _params(plan), jax.eval_shape(_request)
     state = jax.eval_shape(functools.partial(_state, plan), params)
-    table = None
+    tables = None
     if pages:
-        table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
+        tables = (jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32),)
         state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
     column = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     chunk = jax.ShapeDtypeStruct((BATCH, CHUNK + 1), jnp.int32)
     ready = jax.ShapeDtypeStruct((BATCH,), bool)
     given = put((state, chunk, column, column, ready))
-    return prefill.trace(plan, put(params, weights=True), *given, table=put(table))
+    return prefill.trace(plan, put(params, weights=True), *given, tables=put(tables))
 
 
 def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
@@ -282,11 +282,11 @@ def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
     state = jax.eval_shape(functools.partial(_state, plan), params)
     rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
-    table = None
+    tables = None
     if pages:
-        table = jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32)
+        tables = (jax.ShapeDtypeStruct((BATCH, PAGES // BATCH), jnp.int32),)
         state = jax.eval_shape(functools.partial(_over_pages, plan, params, request), state)
-    weights, rest = put(params, weights=True), (request, shared, state, rounds, watched, table)
+    weights, rest = put(params, weights=True), (request, shared, state, rounds, watched, tables)
     if plan.lengths:
         length = plan.max_depth
         rest = (*rest, jax.eval_shape(functools.partial(_budget, plan.at_length(length))))
@@ -326,7 +326,7 @@ def _state(plan: Plan, params: Params) -> DecodeState:
 def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState) -> DecodeState:
     """Return the state with pools in place of the layers of its caches."""
     caches = pages.shapes_of(plan, params, PAGE_SIZE)
-    return state.detached().replace(pools=pages.allocate(caches, PAGES, PAGE_SIZE))
+    return state.detached().replace(pools=pages.allocate(caches, (PAGES,), PAGE_SIZE))
 
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:

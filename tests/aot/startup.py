@@ -49,7 +49,7 @@ def calls(cell: Cell, placing: Placing) -> list[functools.partial]:
     params = placing.weights(params, plan, cell)
     pool = pages.Pool(plan, params, num_pages=2)
     caches = pages.shapes_of(plan, params, pages.PAGE_SIZE)
-    allocate = functools.partial(pages.allocate, caches, cell.num_pages(), pages.PAGE_SIZE)
+    allocate = functools.partial(pages.allocate, caches, (cell.num_pages(),), pages.PAGE_SIZE)
     pool.buffers = jax.eval_shape(allocate)  # A pool on a CPU has bits.
     engine = Engine(plan, params, num_slots=cell.batch, capacity=cells.MAX_MODEL_LEN, pool=pool)
     kept: list[functools.partial] = []
