@@ -54,6 +54,7 @@ _MORE = (
     "engine/test_programs.py",
     "engine/test_replicas.py",
     "engine/test_updates.py",
+    "engine/test_windows.py",
     "families",
     "grammar/test_bounds.py",
     "grammar/test_followed.py",
