@@ -13,10 +13,11 @@ from jspec.engine.engine import Engine
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from tests.families import models, table
+from tests.families import models
 from tests.families.prompts import PROMPTS
+from tests.families.rows import SIZES
 
-VOCAB = table.SIZES["vocab_size"]
+VOCAB = SIZES["vocab_size"]
 DRAFTERS = {
     "plain": NoDrafter(),
     "chain": NGram(3, prompt_lookup_min=1, prompt_lookup_max=2),

@@ -151,4 +151,6 @@ def _network_record(config: DecoderConfig) -> str:
         "mla": None,
         "moe": None,
     }
-    return f"DecoderConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+    text = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    newer = ", share=1.0"  # of ``RopeConfig``; version 0.2.0 had no such field
+    return f"DecoderConfig({text.replace(newer, '')})"
