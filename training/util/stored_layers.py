@@ -152,5 +152,5 @@ def _network_record(config: DecoderConfig) -> str:
         "moe": None,
     }
     text = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    newer = ", share=1.0"  # of ``RopeConfig``; version 0.2.0 had no such field
+    newer = ", share=1.0"  # Version 0.2.0 had no such field of ``RopeConfig``.
     return f"DecoderConfig({text.replace(newer, '')})"
