@@ -20,6 +20,7 @@ from jax.sharding import (
 )
 
 from jspec.core import entries
+from jspec.core.quantized import SCHEMES, quantize
 from jspec.core.types import Params
 from jspec.drafters import Eagle
 from jspec.drafters.none import NoDrafter
@@ -118,6 +119,7 @@ class Cell:
     draft_tp: int = 1
     attention: str = "xla"  # or "kernel", the Pallas kernel of the device
     kv_cache_dtype: str = "auto"  # Numbers of the target's cache; the drafter's are bfloat16.
+    quantization: str | None = None  # Matrices of the target have it.
     layouts: bool = False  # weights in the layouts of ``models.layouts``, not in the default ones
 
     @property
@@ -129,7 +131,8 @@ class Cell:
         tp, laid = [f"TP {self.tp}"] * (self.tp > 1), ["layouts"] * self.layouts
         draft_tp = [f"draft TP {self.draft_tp}"] * (self.draft_tp > 1)
         cache = [self.kv_cache_dtype] * (self.kv_cache_dtype != "auto")
-        return ", ".join((*words, *cache, *tp, *draft_tp, *laid))
+        weights = [f"{self.quantization} weights"] * (self.quantization is not None)
+        return ", ".join((*words, *weights, *cache, *tp, *draft_tp, *laid))
 
     def num_pages(self, window: int | None = None) -> int:
         """Return the pages that hold what all rows see, and the null page."""
@@ -159,6 +162,7 @@ TABLE = (
         _XLA,
         {},
         {"kv_cache_dtype": "fp8"},
+        *({"quantization": name} for name in ("fp8", "int8", "int4")),
         _LAID,
         _LONG | _LAID,
         {"tp": 4} | _LAID,
@@ -183,6 +187,7 @@ TABLE = (
         {"nodes": 16},
         {"sampled": True},
         {"kv_cache_dtype": "fp8"} | _XLA,
+        *({"quantization": name} for name in ("fp8", "int8", "int4")),
         {"model": "gemma-27b", "context": 8192},
         _70B,
         *({"tp": tp} for tp in (4, 8)),
@@ -282,7 +287,7 @@ def trace(
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, windowed=windowed)
-    params = jax.eval_shape(functools.partial(params_of, plan))
+    params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
     request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
@@ -319,9 +324,12 @@ def trace(
     )
 
 
-def params_of(plan: Plan) -> Params:
+def params_of(plan: Plan, quantization: str | None = None) -> Params:
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
+    if quantization is not None:
+        narrow = lambda x: quantize(x, SCHEMES[quantization]) if x.ndim == 2 else x
+        target = target.replace(layers=jax.tree.map(narrow, target.layers))
     if isinstance(plan.drafter, NoDrafter):
         return Params(target, None)
     return Params(target, eagle.init_params(key, plan.drafter.config, dtype=jnp.bfloat16))
@@ -383,4 +391,9 @@ def _part(leaf: Any) -> tuple[int, ...]:
 def _bytes(tree: Any) -> int:
     """Return the bytes of arrays on a device."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(_part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(math.prod(_part(leaf)) * _bits(leaf.dtype) // 8 for leaf in leaves)
+
+
+def _bits(dtype: jnp.dtype) -> int:
+    """Return the bits of a number; two of four bits share a byte."""
+    return 4 if dtype in (jnp.int4, jnp.uint4) else 8 * dtype.itemsize
