@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import (
 from jspec.core import entries
 from jspec.core.quantized import SCHEMES, quantize
 from jspec.core.types import Params
+from jspec.core.weights import size_of
 from jspec.drafters import Eagle
 from jspec.drafters.none import NoDrafter
 from jspec.engine import pages, slots
@@ -391,9 +391,4 @@ def _part(leaf: Any) -> tuple[int, ...]:
 def _bytes(tree: Any) -> int:
     """Return the bytes of arrays on a device."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(_part(leaf)) * _bits(leaf.dtype) // 8 for leaf in leaves)
-
-
-def _bits(dtype: jnp.dtype) -> int:
-    """Return the bits of a number; two of four bits share a byte."""
-    return 4 if dtype in (jnp.int4, jnp.uint4) else 8 * dtype.itemsize
+    return sum(size_of(jax.ShapeDtypeStruct(_part(leaf), leaf.dtype)) for leaf in leaves)

@@ -34,10 +34,10 @@ def scheme_of(name: Any, method: Any = None) -> Scheme | None:
             f"({shown(method)}); leave it out."
         )
     if not isinstance(name, str) or name not in SCHEMES:
-        known = ", ".join(map(repr, SCHEMES))
+        known, meant = ", ".join(map(repr, SCHEMES)), did_you_mean(name, SCHEMES)
         raise ValueError(
-            f"quantization={shown(name)} is not supported; use one of {known}, or leave it out for "
-            f"files that are quantised{did_you_mean(name, SCHEMES) or '.'}"
+            f"quantization={shown(name)} is not supported; use one of {known}, 'gguf' with a GGUF "
+            f"file, or leave it out for files that are quantised{meant or '.'}"
         )
     return SCHEMES[name]
 
