@@ -35,17 +35,22 @@ def _packed(values, bits=4):
     return words.view(np.int32)
 
 
-def _fp8(block=None, ending="weight_scale_inv"):
+def _fp8(block=None, name="weight_scale_inv", by_output=False, whole=False):
+    """Return a case's ``write``; ``whole`` scales are powers of two."""
+
+    def scales(shape, inputs):
+        drawn = _scales(shape, np.float32, inputs)
+        return drawn.astype(ml_dtypes.float8_e8m0fnu) if whole else drawn
+
     def write(shape):
         outputs, inputs = shape
         weight = (RNG.normal(size=shape) * 3).astype(FP8)
         if block:
-            scale = _scales((-(-outputs // block[0]), inputs // block[1]), np.float32, inputs)
+            scale = scales((-(-outputs // block[0]), inputs // block[1]), inputs)
             rows = np.repeat(scale, block[0], 0)[:outputs]
         else:
-            scale = _scales((outputs, 1) if ending == "by output" else (), np.float32, inputs)
+            scale = scales((outputs, 1) if by_output else (), inputs)
             rows = np.broadcast_to(scale.reshape(-1, 1), (outputs, 1))
-        name = ending if block else "weight_scale"
         floats = weight.astype(np.float32) * _spread(rows, inputs)
         return {"weight": weight, name: scale}, floats
 
@@ -75,7 +80,7 @@ def _awq(group):
     return write
 
 
-def _gptq(group, bits=4, act_order=False, plus=1):
+def _gptq(group, bits=4, act_order=False, version=1):
     # Modules with the same input have the same order of their columns.
     orders = {}
 
@@ -84,14 +89,15 @@ def _gptq(group, bits=4, act_order=False, plus=1):
         groups = inputs // group
         most = 2**bits
         q = RNG.integers(0, most, (inputs, outputs))
-        z = RNG.integers(plus, most, (groups, outputs))
+        z = RNG.integers(0, most, (groups, outputs))
         scales = _scales((groups, outputs), np.float16, inputs * (4 ** (bits - 4)) ** 2)
         number = np.arange(inputs) // group
         if act_order:
             number = orders.setdefault(inputs, RNG.permutation(number))
+        ones = np.uint32({4: 0x11111111, 8: 0x01010101}[bits] if version == 1 else 0)
         tensors = {
             "qweight": _packed(q.T, bits).T.copy(),
-            "qzeros": _packed(z - plus, bits),
+            "qzeros": (_packed(z, bits).view(np.uint32) - ones).view(np.int32),
             "scales": scales,
             "g_idx": number.astype(np.int32),
         }
@@ -148,8 +154,15 @@ CASES = {
         {"quant_method": "fp8", "weight_block_size": [48, 32], "activation_scheme": "dynamic"},
         _fp8((48, 32)),
     ),
-    "fp8 tensors": Case({"quant_method": "fp8", "activation_scheme": "static"}, _fp8()),
-    "fp8 outputs": Case({"quant_method": "fbgemm_fp8"}, _fp8(ending="by output")),
+    "fp8 blocks, powers of two": Case(
+        {"quant_method": "fp8", "weight_block_size": [32, 64], "scale_fmt": "ue8m0"},
+        _fp8((32, 64), whole=True),
+    ),
+    "fp8 tensors": Case(
+        {"quant_method": "fp8", "activation_scheme": "static"}, _fp8(name="weight_scale")
+    ),
+    "fp8 tensors of transformers": Case({"quant_method": "fp8"}, _fp8()),
+    "fp8 outputs": Case({"quant_method": "fbgemm_fp8"}, _fp8(name="weight_scale", by_output=True)),
     "awq": Case(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         _awq(32),
@@ -161,7 +174,7 @@ CASES = {
     ),
     "gptq v2, 8 bits": Case(
         {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
-        _gptq(64, 8, plus=0),
+        _gptq(64, 8, version=2),
     ),
     "w4a16": Case(_group("pack-quantized", 4, **_GROUPED), _compressed(4, group=32)),
     "w4a16 asymmetric": Case(
@@ -173,6 +186,7 @@ CASES = {
         _compressed(4, group=32, act_order=True),
     ),
     "w8a16": Case(_group("pack-quantized", 8), _compressed(8)),
+    "w4a8": Case(_group("int-quantized", 4, **_GROUPED), _compressed(4, group=32, packed=False)),
     "w8a8 int8": Case(_group("int-quantized", 8), _compressed(8, packed=False)),
     "w8a8 fp8": Case(
         _group("float-quantized", 8, type="float"), _compressed(8, packed=False, fp8=True)

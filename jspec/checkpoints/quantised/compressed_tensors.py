@@ -72,7 +72,7 @@ class CompressedTensors(Format):
         half = 1 << (bits - 1)
         if self.act_order:
             name = f"{module}.weight_g_idx"
-            order = shared.order_of(name, tensors[name], scale.shape[1])
+            order = shared.order_of(name, tensors[name], shape[1], scale.shape[1])
 
         def values(rows: slice) -> np.ndarray:
             numbers = nibbles(np.ascontiguousarray(words[rows]), bits)[:, : shape[1]]
@@ -107,7 +107,7 @@ def read(raw: Mapping[str, Any]) -> CompressedTensors:
     kind = shared.check({"format": kind}, "format", _FORMATS)
     is_float = shared.check(weights, "type", ("int", "float"), "int") == "float"
     packed = kind == "pack-quantized"
-    bits = shared.check(weights, "num_bits", (4, 8) if packed else (8,))
+    bits = shared.check(weights, "num_bits", (8,) if is_float else (4, 8))
     strategies = ("tensor", "channel", "group", "block")
     strategy = shared.check(weights, "strategy", strategies, "tensor")
     symmetric = shared.check(weights, "symmetric", (True, False) if packed else (True,), True)

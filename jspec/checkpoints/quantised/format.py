@@ -36,11 +36,20 @@ class Format(abc.ABC):
     def stored(
         self, module: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]
     ) -> StoredTensor:
-        """Return the weight of a module, given its expected tensors."""
+        """Return the weight of a module, given its tensors: the expected, and optional ones.
+
+        Raises:
+          ValueError: their numbers do not fit the format.
+        """
 
     def optional(self, module: str) -> tuple[str, ...]:
-        """Return names of tensors that may be there, and have no effect on weights."""
-        return tuple(f"{module}.{end}" for end in ("input_scale", "input_zero_point"))
+        """Return names of tensors that may be there too; these have no effect on weights."""
+        ends = "input_scale", "input_zero_point", "activation_scale"
+        return tuple(f"{module}.{end}" for end in ends)
+
+    def named(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors of files by the names that ``expected`` uses."""
+        return dict(tensors)
 
     def ignores(self, module: str) -> bool:
         """Return whether a config names a module, or one around it, as not quantised."""
@@ -120,19 +129,23 @@ def repeated(tensor: np.ndarray, outputs: int, size: int) -> Rows:
     return Rows((outputs, tensor.shape[1]), tensor.dtype, lambda rows: tensor[number[rows]])
 
 
-def order_of(module: str, numbers: np.ndarray, groups: int) -> np.ndarray:
-    """Return the inputs by the numbers of their groups.
+def order_of(name: str, numbers: np.ndarray, inputs: int, groups: int) -> np.ndarray | None:
+    """Return the inputs by the numbers of their groups; None if they are in order.
 
     Raises:
-      ValueError: groups have different sizes.
+      ValueError: groups have different sizes, or there is not one number for each input.
     """
-    numbers = np.asarray(numbers)
-    if not numbers.any():  # One group, or shapes alone.
-        numbers = np.arange(len(numbers)) // (len(numbers) // groups)
+    numbers, in_order = np.asarray(numbers), np.arange(inputs) // (inputs // groups)
+    if numbers.shape != (inputs,) or not np.issubdtype(numbers.dtype, np.integer):
+        raise ValueError(f"{name} is {numbers.dtype}{list(numbers.shape)}, not int32[{inputs}]")
+    if np.array_equal(numbers, in_order):
+        return None
+    if not numbers.any():  # shapes alone
+        numbers = in_order
     sizes = np.bincount(np.clip(numbers, 0, groups), minlength=groups)
     if len(sizes) != groups or len(set(sizes.tolist())) > 1:
         raise ValueError(
-            f"{module} must name each of its {groups} groups of inputs equally often, but one of "
+            f"{name} must name each of its {groups} groups of inputs equally often, but one of "
             f"them is named {max(sizes)} times"
         )
     return np.argsort(numbers, kind="stable").astype(np.int32)

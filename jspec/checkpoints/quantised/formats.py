@@ -76,6 +76,7 @@ def opened(
     """
     if kind is None:
         return tensors
+    tensors = kind.named(tensors)
     result, faults = dict(tensors), []
     for name, shape in _matrices(kind, entries):
         plain, module = tensors.get(name), _module(name)
@@ -86,10 +87,10 @@ def opened(
         faults += wrong
         if wrong:
             continue
-        result[name] = kind.stored(module, shape, {key: tensors[key] for key in expected})
-        for key in (*expected, *kind.optional(module)):
-            if key != name:
-                result.pop(key, None)
+        keys = {*expected, *kind.optional(module)} & tensors.keys()
+        result[name] = kind.stored(module, shape, {key: tensors[key] for key in keys})
+        for key in keys - {name}:
+            del result[key]
     if faults:
         rest = f", … and {len(faults) - _MOST} more" if len(faults) > _MOST else ""
         raise ValueError(

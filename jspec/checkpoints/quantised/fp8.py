@@ -1,6 +1,7 @@
 """fp8 of DeepSeek-V3 and Qwen3: float8_e4m3fn with a scale for each block, output or tensor.
 
-``weight_scale_inv`` [out / 128, in / 128] multiplies blocks, ``weight_scale`` outputs or all.
+``weight_scale_inv`` [out / 128, in / 128] multiplies blocks, ``weight_scale`` outputs or all. Files
+of transformers have the first name for one scale of all too.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jspec.checkpoints.quantised.format import FLOATS, Expected, Format
 from jspec.checkpoints.quantised.stored import StoredTensor
 
 METHODS = ("fp8", "fbgemm_fp8")
+_SCALES = (*FLOATS, "float8_e8m0fnu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,21 @@ class Fp8(Format):
         weight = {f"{module}.weight": ((shape,), ("float8_e4m3fn",))}
         if self.block is None:
             scales = (shape[0], 1), (shape[0],), (), (1,), (1, 1)
-            return weight | {f"{module}.weight_scale": (scales, FLOATS)}
+            return weight | {f"{module}.weight_scale": (scales, _SCALES)}
         outputs, inputs = self.block
         groups = shared.groups_of(shape[1], inputs, module)
         return weight | {
-            f"{module}.weight_scale_inv": (((-(-shape[0] // outputs), groups),), FLOATS)
+            f"{module}.weight_scale_inv": (((-(-shape[0] // outputs), groups),), _SCALES)
+        }
+
+    def named(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Format``."""
+        other, usual = ".weight_scale_inv", ".weight_scale"
+        if self.block is not None:
+            return dict(tensors)
+        return {
+            name.removesuffix(other) + usual * name.endswith(other): x
+            for name, x in tensors.items()
         }
 
     def stored(
@@ -52,6 +64,7 @@ def read(raw: Mapping[str, Any]) -> Fp8:
     """Return the format of a config."""
     has_blocks = raw.get("weight_block_size") is not None
     shared.check(raw, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    shared.check(raw, "scale_fmt", (None, "float", "ue8m0"))
     return Fp8(
         block=shared.block_of(raw, "weight_block_size") if has_blocks else None,
         ignored=shared.names(raw, "modules_to_not_convert"),

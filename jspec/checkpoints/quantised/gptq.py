@@ -20,7 +20,7 @@ class Gptq(Format):
     bits: int
     group_size: int
     act_order: bool
-    plus: int  # added to stored zero points
+    plus: int  # added to each word of zero points
     ignored: tuple[str, ...] = ()
 
     def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
@@ -37,7 +37,7 @@ class Gptq(Format):
         }
 
     def optional(self, module: str) -> tuple[str, ...]:
-        """See ``Format``; files have group numbers without act-order too."""
+        """See ``Format``; group numbers count, if a file has them without act-order too."""
         return (f"{module}.g_idx",)
 
     def stored(
@@ -47,9 +47,9 @@ class Gptq(Format):
         words, zeros, scales = (
             tensors[f"{module}.{name}"] for name in ("qweight", "qzeros", "scales")
         )
-        order = None
-        if self.act_order:
-            order = shared.order_of(f"{module}.g_idx", tensors[f"{module}.g_idx"], len(scales))
+        order, name = None, f"{module}.g_idx"
+        if name in tensors:
+            order = shared.order_of(name, tensors[name], shape[1], len(scales))
         kind = NIBBLES["uint4"] if self.bits == 4 else np.dtype(np.uint8)
 
         def values(rows: slice) -> np.ndarray:
@@ -57,14 +57,15 @@ class Gptq(Format):
             return (numbers if order is None else numbers[:, order]).astype(kind)
 
         def points(rows: slice) -> np.ndarray:
-            numbers = nibbles(np.ascontiguousarray(zeros), self.bits)[:, rows].T
-            return numbers + np.asarray(self.plus, np.uint16)
+            # gptqmodel subtracts 1 of each number by words, so that those of 0 borrow.
+            whole = np.ascontiguousarray(zeros).view(np.uint32) + np.uint32(self.plus)
+            return nibbles(whole, self.bits)[:, rows].T
 
         return StoredTensor(
             shape,
             {
                 "values": Rows(shape, kind, values),
-                "zeros": Rows(scales.shape[::-1], np.dtype(np.uint16), points),
+                "zeros": Rows(scales.shape[::-1], np.dtype(np.uint8), points),
                 "scales": shared.columns(scales),
             },
             order,
@@ -77,4 +78,5 @@ def read(raw: Mapping[str, Any]) -> Gptq:
     kind = shared.check(raw, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     order = shared.check(raw, "desc_act", (True, False), False)
     size = shared.size_of_group(raw)
-    return Gptq(bits, size, order and size != -1, int(kind == "gptq"))
+    ones = {4: 0x11111111, 8: 0x01010101}[bits]
+    return Gptq(bits, size, order and size != -1, ones if kind == "gptq" else 0)
