@@ -121,7 +121,7 @@ def texts(case, mesh=None, draft_size=1):
     was_preempted = None
     if pool is not None:
         was_preempted = any(each.num_preemptions for each in tickets)
-        assert pool.blocks.hits or without_prefix(plan, params)
+        assert pool.blocks.hits or without_prefix(plan)
     return [ticket.answer.tokens.tolist() for ticket in tickets], was_preempted
 
 

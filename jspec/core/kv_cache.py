@@ -54,6 +54,12 @@ def empty(batch: int, layers: Iterable[Entry], *, windows: tuple[int | None, ...
     return KVCache(tuple(layers), jnp.zeros((batch,), jnp.int32), windows=windows)
 
 
+def side_buffers(cache: KVCache, count: int) -> tuple[Any, ...]:
+    """Return zeros for the values of ``count`` nodes of each layer, which passes fill in turn."""
+    shapes = [entry.of_nodes(len(cache.length), count) for entry in cache.layers]
+    return tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape) for shape in shapes)
+
+
 def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
     """Append nodes ``rows`` [B, R] of ``new``, the values of a pass, to each row's prefix.
 

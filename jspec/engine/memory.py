@@ -170,7 +170,7 @@ def pool_if_any(
                 "does not have; leave it out."
             )
         return None
-    part = without_prefix(plan, params) if shares_prefixes else None
+    part = without_prefix(plan) if shares_prefixes else None
     if part is not None:
         raise ValueError(
             f"enable_prefix_caching=True: {part} cannot start behind a cached prefix; leave it out."
@@ -241,7 +241,9 @@ def pool_of(
         device = this_device((), sharding.num_shards())
         limit = device.bytes_for_pages(bytes_on_each(params), reserved, share)
     if enable_prefix_caching:
-        row = bytes_of_row(shapes_of(plan, params, block_size)[:1], sharding.num_shards())
+        caches, share = shapes_of(plan, params, block_size), sharding.num_shards()
+        is_split = any(entry.is_divided for cache in caches[1:] for entry in cache.layers)
+        row = bytes_of_row(caches, share, share if is_split else 1)
         options["most_snapshots"] = most_within(limit, row)
         limit -= options["most_snapshots"] * row
     count = num_pages(limit, each, windowed)

@@ -165,7 +165,8 @@ def plan_memory(
         each = _page_bytes(plan, params, size, share, draft_tensor_parallel_size)
         most = most_windowed(held_by_kind(plan, params, size, max_model_len), max_num_seqs)
         limit = _limit(settings, device, target + drafter, workspace)
-        state = bytes_of_row(shapes_of(plan, params, size)[:1], share)
+        caches = shapes_of(plan, params, size)
+        state = bytes_of_row(caches, share, draft_tensor_parallel_size)
         snapshots = most_within(min(limit, left), state)
         limit, left = limit - snapshots * state, left - snapshots * state
         count = _num_pages(each, most, settings, limit)

@@ -84,7 +84,7 @@ class Pool(Replica):
         if len(windows) > 1 and most_windowed is not None:
             mosts[windows[1]] = min(most, most_windowed)
         has_states = bytes_of_row(caches) > 0
-        shares = enable_prefix_caching and not without_prefix(plan, params)
+        shares = enable_prefix_caching and not without_prefix(plan)
         shares = shares and (most_snapshots > 0 or not has_states)
         self.snapshots = Snapshots(caches, most_snapshots) if has_states and shares else None
         self.blocks = BlockPool(
@@ -199,15 +199,9 @@ def check(plan: Plan) -> None:
         )
 
 
-def without_prefix(plan: Plan, params: Params) -> str | None:
-    """Return who cannot begin behind a cached prefix, by name; None if target and drafter can.
-
-    There are ``snapshots`` of the target's states, not of the drafter's.
-    """
-    _, *others = shapes_of(plan, params, 1)
-    if bytes_of_row(others) or plan.drafter.lookahead is None:
-        return type(plan.drafter).__name__
-    return None
+def without_prefix(plan: Plan) -> str | None:
+    """Return who cannot begin behind a cached prefix, by name; None if target and drafter can."""
+    return type(plan.drafter).__name__ if plan.drafter.lookahead is None else None
 
 
 def shapes_of(plan: Plan, params: Params, capacity: int) -> list[kv_cache.KVCache]:

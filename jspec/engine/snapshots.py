@@ -97,10 +97,15 @@ class Snapshots:
         return _restored(state, self._buffers, row, number)
 
 
-def bytes_of_row(caches: Sequence[KVCache], share: int = 1) -> int:
-    """Return the bytes of a row's states on each of ``share`` devices, which a snapshot takes."""
-    leaves = jax.tree.leaves([_states_of(cache) for cache in caches])
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // share
+def bytes_of_row(caches: Sequence[KVCache], share: int = 1, draft_share: int = 1) -> int:
+    """Return the bytes of a row's states on a device, which a snapshot takes.
+
+    The states of the first cache, the target's, are split among ``share`` devices by heads, the
+    others among ``draft_share``.
+    """
+    leaves = (jax.tree.leaves(_states_of(cache)) for cache in caches)
+    target, *others = [sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in leaves]
+    return target // share + sum(others) // draft_share
 
 
 def most_within(limit: int, row: int) -> int:

@@ -41,7 +41,7 @@ ROWS = {
     **dense.ROWS,
     "qwen3_5_text": Row(
         checkpoints="Qwen3.5, Qwen3.6; their text part",
-        heads="MTP in its files",
+        heads="MTP in its files; smaller ones as draft models",
         features="gated delta rule, short convolution; gated attention, partial rotation",
         cases={"qwen3_5_text": _HYBRID},
     ),

@@ -68,13 +68,7 @@ class ReadsText:
     """Methods of drafters whose ``memory.cache`` holds the text that a language model has read."""
 
     def check_params(self, params):
-        """Refuse weights of another draft model, or of the wrong type, and recurrent models."""
-        if self.config.is_recurrent:
-            raise ValueError(
-                "the draft model has layers of the gated delta rule, whose states no draft keeps; "
-                "take a draft model of attention alone, or the target's own module "
-                "(method 'mtp')."
-            )
+        """Refuse weights of another draft model, or of the wrong type."""
         validation.check_kind(
             params, TranslatingParams if self.use_heterogeneous_vocab else DecoderParams
         )

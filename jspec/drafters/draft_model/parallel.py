@@ -17,7 +17,7 @@ See ``jspec.models.decoder`` for the network, ``jspec.checkpoints.checkpoint`` f
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,13 @@ from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV
+from jspec.core.entries import NODE_AXIS
 from jspec.core.types import Array, History
 from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import marginals
 from jspec.models import decoder
-from jspec.models.blocks.attend import attention_over
+from jspec.models.blocks.attend import attention_over, recurrence_over
 from jspec.models.decoder import DecoderConfig
 
 _TILE_SLOTS = 16  # capacities are multiples of a tile of the device's memory layout
@@ -39,16 +39,16 @@ _TILE_SLOTS = 16  # capacities are multiples of a tile of the device's memory la
 
 @struct.dataclass
 class ParallelMemory:
-    """The draft model's cache, and the entries of a round that wait for its end."""
+    """The draft model's cache, and the values of a round that wait for its end."""
 
     cache: kv_cache.KVCache
-    side: tuple[AttentionKV, ...]  # [B, Hkv, reach, head_dim] a layer
+    side: tuple[Any, ...]  # ``kv_cache.side_buffers`` of ``reach`` nodes
     taken: Array  # [B] int32, how many of them are of committed tokens; 0: the row paused
 
     @property
     def reach(self) -> int:
         """Most committed tokens that a round reads, for drafts of any length."""
-        return self.side[0].k.shape[2]
+        return jax.tree.leaves(self.side)[0].shape[NODE_AXIS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,11 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
         """Allocate an empty cache and side buffers."""
         batch = request.max_length.shape[0]
         reach = max(self.backlog, self.max_depth + 1)
-        side = decoder.init_cache(self.config, batch, reach).layers
         # ``capacity`` has spare room for K + 1 rows; a round writes up to ``reach``.
         more = reach - self.max_depth - 1
         capacity += -(-more // _TILE_SLOTS) * _TILE_SLOTS
         cache = decoder.init_cache(self.config, batch, capacity)
+        side = kv_cache.side_buffers(cache, reach)
         return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
 
     def missing(self, memory, history):
@@ -145,11 +145,11 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
 
     def _pass(
         self, params, memory: ParallelMemory, history: History, taken: Array, width: int
-    ) -> tuple[Array, tuple[AttentionKV, ...]]:
+    ) -> tuple[Array, tuple[Any, ...]]:
         """Read up to ``width`` tokens, then the masks.
 
         Returns:
-          Final hidden states [B, K, D] of the root and the masks, and the entries of
+          Final hidden states [B, K, D] of the root and the masks, and the values of
           ``memory.reach`` slots, of which the first ``width`` are used.
         """
         model, cache = weights_of(params.drafter), memory.cache
@@ -159,15 +159,22 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
         text = spell(params.drafter, text)
         fed = jnp.where(slots < taken[:, None], text, self.mask_token_id).astype(jnp.int32)
         drafting = last_of(taken) + jnp.arange(self.max_depth)
-        chain = trees.from_parents(trees.chain(slots.size - 1), slots.size - 1)
-        attend, entries = attention_over(
+        chain = trees.chain_tree(*fed.shape)
+        attend, values = attention_over(
             cache,
-            trees.broadcast(chain, fed.shape[0]),
+            chain,
             implementation=self.config.attention,
             rows=drafting,
         )
         embedded = decoder.embed(model, self.config, fed)
-        hidden, _ = decoder.trunk(model, self.config, embedded, positions, attend, rows=drafting)
-        unused = [(0, 0), (0, 0), (0, memory.reach - width), (0, 0)]
-        side = jax.tree.map(lambda entry: jnp.pad(entry[:, :, :width], unused), entries)
-        return hidden, tuple(side)
+        recur = recurrence_over(cache, chain, values)
+        hidden, _ = decoder.trunk(
+            model, self.config, embedded, positions, attend, rows=drafting, recur=recur
+        )
+
+        unused = memory.reach - width
+
+        def read(x: Array) -> Array:
+            return jnp.pad(x[:, :, :width], ((0, 0), (0, 0), (0, unused), *[(0, 0)] * (x.ndim - 3)))
+
+        return hidden, tuple(jax.tree.map(read, values))

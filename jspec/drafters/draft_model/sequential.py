@@ -19,31 +19,32 @@ See ``jspec.models.decoder`` for the network, ``jspec.checkpoints.checkpoint`` f
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, validation
-from jspec.core.entries import AttentionKV
+from jspec.core.entries import NODE_AXIS
 from jspec.core.types import Array, Drafter
 from jspec.drafters.base.tree_drafter import check_window
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.models import decoder
-from jspec.models.blocks.attend import attention_beside
+from jspec.models.blocks.attend import attention_beside, recurrence_beside
 
 _USUAL_BACKLOG = 2  # the root and the token before it
 
 
 @struct.dataclass
 class DraftMemory:
-    """The draft model's cache, and the entries of a round that wait for the verdict."""
+    """The draft model's cache, and the values of a round that wait for the verdict."""
 
     cache: kv_cache.KVCache
-    side: tuple[AttentionKV, ...]  # [B, Hkv, backlog + K-1, head_dim] a layer
+    side: tuple[Any, ...]  # ``kv_cache.side_buffers`` of backlog + K-1 nodes
     taken: Array  # [B] int32, committed tokens that the round's first pass read; 0: it paused
     drafted: Array  # [B, K-1] int32, drafted tokens that the model read, all but the last; or -1
 
@@ -93,9 +94,9 @@ class DraftModel(ReadsText, Drafter):
     def init(self, params, request, capacity):
         """Allocate an empty cache and side buffers."""
         batch = request.max_length.shape[0]
-        side = decoder.init_cache(self.config, batch, self.backlog + self.max_depth - 1).layers
         # ``capacity`` has spare room for K + 1 rows; a round writes up to backlog - 2 more.
         cache = decoder.init_cache(self.config, batch, capacity + self.backlog - _USUAL_BACKLOG)
+        side = kv_cache.side_buffers(cache, self.backlog + self.max_depth - 1)
         drafted = jnp.full((batch, self.max_depth - 1), -1, jnp.int32)
         return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
 
@@ -163,31 +164,40 @@ class DraftModel(ReadsText, Drafter):
         slot = jnp.arange(count)
         positions = memory.cache.length[:, None] + slot
         tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
-        slots = jnp.arange(memory.side[0].k.shape[2])
+        slots = jnp.arange(_num_slots(memory.side))
         mask = jnp.broadcast_to(slots <= slot[:, None], (*tokens.shape, slots.size))
         hidden, side = self._extend(
-            params, tokens, positions, memory.cache, memory.side, jnp.int32(0), mask
+            params, tokens, positions, cache=memory.cache, side=memory.side, slot=0, mask=mask
         )
         return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1), side
 
     def _feed(self, params, cache, history, taken, side, tokens, parents, depth, slot):
         """Feed the drafted tokens [B, 1] at ``depth``, 1 to K - 1."""
         del parents, slot
-        slots = jnp.arange(side[0].k.shape[2])
+        slots = jnp.arange(_num_slots(side))
         slot = depth + self.backlog - 1
         mask = (slots <= slot) & ((slots < taken[:, None]) | (slots >= self.backlog))
         positions = (history.length - 1 + depth)[:, None]
-        hidden, side = self._extend(params, tokens, positions, cache, side, slot, mask[:, None])
+        hidden, side = self._extend(
+            params, tokens, positions, cache=cache, side=side, slot=slot, mask=mask[:, None]
+        )
         return side, self._logits(params, hidden)
 
-    def _extend(self, params, tokens, positions, *beside):
-        """Run the model over tokens [B, n]; ``beside`` is the start of ``attention_beside``."""
+    def _extend(self, params, tokens, positions, *, cache, side, slot, mask):
+        """Run the model over tokens [B, n]; see ``attention_beside`` for the other arguments."""
         model, config = weights_of(params.drafter), self.config
-        attend, side = attention_beside(*beside, positions, implementation=config.attention)
+        attend, side = attention_beside(
+            cache, side, slot, mask, positions, implementation=config.attention
+        )
+        recur = recurrence_beside(cache, side, slot, mask)
         embedded = decoder.embed(model, config, spell(params.drafter, tokens))
-        hidden, _ = decoder.trunk(model, config, embedded, positions, attend)
+        hidden, _ = decoder.trunk(model, config, embedded, positions, attend, recur=recur)
         return hidden, tuple(side)
 
     def _logits(self, params, hidden):
         vocab_size = self.vocab_size or self.config.vocab_size
         return next_logits(params.drafter, self.config, hidden, vocab_size)
+
+
+def _num_slots(side: tuple[Any, ...]) -> int:
+    return jax.tree.leaves(side)[0].shape[NODE_AXIS]

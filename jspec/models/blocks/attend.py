@@ -1,15 +1,17 @@
 """``attend``: attention of new nodes to a committed prefix and to each other."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jspec import ops
 from jspec.core import kv_cache, trees
-from jspec.core.entries import Entry
+from jspec.core.entries import NODE_AXIS, Entry
 from jspec.core.narrow import numbers
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
@@ -23,8 +25,25 @@ from jspec.models.blocks.arithmetic import rows_at
 # text is cut into chunks as long as the window, and a query sees its own; steps of a draft network
 # and training refuse that.
 Attend = Callable[..., Array]
-# recur(layer, visit) -> outputs of visit(entry, tree), which returns the values of the nodes too
-Recur = Callable[[int, Callable[[Entry, Tree], tuple[Array, Any]]], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """The nodes of a round that earlier passes ran over.
+
+    Attributes:
+      values: of M slots, as those passes returned them; an ancestor has a lower slot.
+      seen: bool [B, n, M], the slots that each new node sees.
+    """
+
+    values: Any
+    seen: Array
+
+
+# visit(entry, tree of the new nodes, nodes before them if any) -> outputs, values of the new nodes
+Visit = Callable[[Entry, Tree, Earlier | None], tuple[Array, Any]]
+# recur(layer, visit) -> outputs of ``visit``
+Recur = Callable[[int, Visit], Array]
 
 
 def recurrence_over(cache: kv_cache.KVCache, tree: Tree, new: list[Any]) -> Recur:
@@ -33,8 +52,30 @@ def recurrence_over(cache: kv_cache.KVCache, tree: Tree, new: list[Any]) -> Recu
     It puts the values of the nodes into ``new``, the list of ``attention_over``.
     """
 
-    def recur(index: int, visit: Callable[[Entry, Tree], tuple[Array, Any]]) -> Array:
-        mixed, new[index] = visit(cache.layers[index], tree)
+    def recur(index: int, visit: Visit) -> Array:
+        mixed, new[index] = visit(cache.layers[index], tree, None)
+        return mixed
+
+    return recur
+
+
+def recurrence_beside(
+    cache: kv_cache.KVCache, side: list[Any], slot: Array | int, mask: Array
+) -> Recur:
+    """Return a ``recur`` over a committed prefix and side buffers, for tokens that are a chain.
+
+    It updates ``side``, the list of ``attention_beside``, whose other arguments these are. No node
+    is earlier than those of the static ``slot`` 0.
+    """
+    batch, count, width = mask.shape
+    tree, slots = trees.chain_tree(batch, count), jnp.arange(width)
+    seen = mask & ((slots < slot) | (slots >= slot + count))
+    is_first = isinstance(slot, int) and slot == 0
+
+    def recur(index: int, visit: Visit) -> Array:
+        earlier = None if is_first else Earlier(side[index], seen)
+        mixed, new = visit(cache.layers[index], tree, earlier)
+        side[index] = _put(side[index], new, slot)
         return mixed
 
     return recur
@@ -118,8 +159,8 @@ def _by_tokens(arrange: Callable[[Array], Array], x: Array) -> Array:
 
 def attention_beside(
     cache: kv_cache.KVCache,
-    side: tuple[Entry, ...],
-    slot: Array,
+    side: tuple[Any, ...],
+    slot: Array | int,
     mask: Array,
     positions: Array,
     *,
@@ -131,7 +172,7 @@ def attention_beside(
 
     Args:
       cache: the committed prefix, read only.
-      side: one entry per layer with M slots: this round's keys and values so far.
+      side: M slots per layer: this round's keys and values so far, or ``kv_cache.side_buffers``.
       slot: int32 [], the first slot of ``side`` that the n new entries take.
       mask: bool [B, n, M], the side slots that each token sees, its own included.
       positions: int32 [B, n].
@@ -149,8 +190,7 @@ def attention_beside(
             raise ValueError(
                 "a draft network with chunked attention is not supported; take another one."
             )
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
-        new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
+        new = side[index] = _put(side[index], side[index].holding(k, v), slot)
         entry = cache.layers[index]
         return ops.attention(
             q,
@@ -169,3 +209,9 @@ def attention_beside(
         )
 
     return attend, side
+
+
+def _put(side: Any, new: Any, slot: Array | int) -> Any:
+    """Return the values of a layer's slots with those of new nodes, the first one at ``slot``."""
+    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=NODE_AXIS)
+    return jax.tree.map(put, side, new)

@@ -13,6 +13,7 @@ from flax import struct
 from jspec.core.types import Array, Tree
 from jspec.models.blocks import delta_state
 from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
+from jspec.models.blocks.attend import Earlier
 from jspec.models.blocks.block import Mixer, Pass
 from jspec.models.blocks.delta_state import DeltaNodes, DeltaState
 from jspec.models.blocks.norms import RmsNorm
@@ -135,12 +136,15 @@ class DeltaRule(Mixer):
         inputs, gates = self._apart(columns.astype(jnp.float32))
         rates, decays = self._rates(params, rates.astype(jnp.float32))
 
-        def visit(entry: DeltaState, tree: Tree) -> tuple[Array, DeltaNodes]:
+        def visit(
+            entry: DeltaState, tree: Tree, earlier: Earlier | None
+        ) -> tuple[Array, DeltaNodes]:
             """Return the outputs [B, N, H, Dv] of the nodes, and their values."""
             mine = (inputs, rates, decays)
             if run.packing is not None:
                 mine = (run.packing.by_nodes(part) for part in mine)
-            return self._visit(params, entry, tree, *(part.swapaxes(1, 2) for part in mine))
+            columns = (part.swapaxes(1, 2) for part in mine)
+            return self._visit(params, entry, tree, earlier, *columns)
 
         mixed = run.recur(index, visit)
         if run.packing is not None:
@@ -158,6 +162,7 @@ class DeltaRule(Mixer):
         params: "DeltaRuleParams",
         entry: DeltaState,
         tree: Tree,
+        earlier: Earlier | None,
         inputs: Array,
         rates: Array,
         decays: Array,
@@ -167,7 +172,7 @@ class DeltaRule(Mixer):
         ``rates`` and ``decays`` are [B, H, N].
         """
         kernel = self._kernel(params)
-        seen = jax.nn.silu(delta_state.convolved(inputs, entry.inputs, kernel, tree))
+        seen = jax.nn.silu(delta_state.convolved(inputs, entry.inputs, kernel, tree, earlier))
         pairs, values = self._heads(seen)
         pairs = pairs * jax.lax.rsqrt((pairs * pairs).sum(-1, keepdims=True) + _EPS)
         keys = pairs[..., 1, :]
@@ -178,6 +183,7 @@ class DeltaRule(Mixer):
             decays=decays,
             rates=rates,
             tree=tree,
+            earlier=earlier,
         )
         return mixed.swapaxes(1, 2), DeltaNodes(inputs, keys, updates, decays)
 

@@ -14,6 +14,9 @@ solve one unit triangular system over their ancestors (arXiv 2406.06484 for chai
 
 The state behind the nodes of a path is r S + sum over m of r(m) k_m u_m^T, r(m) of the decays
 behind m. All r are exponentials of sums of log decays of one sign, never of their differences.
+
+A draft network runs over the nodes of a round in several passes. What a node reads from the state
+behind earlier nodes is r S^T x plus the sum over them of r(m) (x . k_m) u_m, so S stays as it is.
 """
 
 from typing import Self
@@ -28,6 +31,7 @@ from jspec import sharding
 from jspec.core import trees
 from jspec.core.entries import NODE_AXIS, Commit, Entry
 from jspec.core.types import Array, Tree
+from jspec.models.blocks.attend import Earlier
 
 _CHUNK = 64  # nodes of a chain that are solved at once
 _FEW = 16  # levels that are substituted one by one, and committed nodes that are added one by one
@@ -109,7 +113,9 @@ def carried(state: Array, keys: Array, updates: Array, decays: Array) -> Array:
     return total.reshape(state.shape)
 
 
-def convolved(inputs: Array, past: Array, kernel: Array, tree: Tree) -> Array:
+def convolved(
+    inputs: Array, past: Array, kernel: Array, tree: Tree, earlier: Earlier | None = None
+) -> Array:
     """Return the causal convolution [B, P, N, C] of the nodes' inputs along their paths.
 
     Args:
@@ -117,10 +123,15 @@ def convolved(inputs: Array, past: Array, kernel: Array, tree: Tree) -> Array:
       past: [B, P, W - 1, C], the last committed inputs.
       kernel: [P, W, C]; its last row is that of the node itself.
       tree: of the nodes, with a batch axis.
+      earlier: nodes between the prefix and these.
     """
     width, count = kernel.shape[1], inputs.shape[2]
-    rows = jnp.concatenate([past, inputs], NODE_AXIS)
-    if _is_chain(tree):
+    between = () if earlier is None else (earlier.values.inputs,)
+    rows = jnp.concatenate([past, *between, inputs], NODE_AXIS)
+    if earlier is not None:
+        slots = _slots_behind(tree, earlier.seen, width)
+        seen = [jnp.take_along_axis(rows, slot, NODE_AXIS) for slot in slots]
+    elif _is_chain(tree):
         seen = [rows[:, :, back : back + count] for back in range(width)]
     else:
         slots = [slot[:, None, :, None] for slot in _slots(tree, width)]
@@ -140,6 +151,18 @@ def _slots(tree: Tree, width: int) -> list[Array | np.ndarray]:
     return slots[::-1]
 
 
+def _slots_behind(tree: Tree, seen: Array, width: int) -> list[Array]:
+    """Return ``_slots`` [B, 1, N, 1] where earlier nodes, ``seen`` [B, N, M], are in between."""
+    batch, count, _ = seen.shape
+    above = trees.unpack_bits(tree.ancestors, count)
+    above = jnp.broadcast_to(above, (batch, count, count))
+    past = jnp.ones((batch, count, width - 1), bool)
+    visible = jnp.concatenate([past, seen, above], 2)
+    back = lax.cumsum(visible.astype(jnp.int32), 2, reverse=True) - 1  # inputs in between
+    slots = (jnp.argmax(visible & (back == step), 2) for step in range(width)[::-1])
+    return [slot[:, None, :, None] for slot in slots]
+
+
 def outputs(
     entry: DeltaState,
     *,
@@ -148,6 +171,7 @@ def outputs(
     decays: Array,
     rates: Array,
     tree: Tree,
+    earlier: Earlier | None = None,
 ) -> tuple[Array, Array]:
     """Return the outputs of the nodes, and their updates u, both [B, H, N, Dv].
 
@@ -158,12 +182,13 @@ def outputs(
       decays: [B, H, N], g.
       rates: [B, H, N], b.
       tree: of the nodes, with a batch axis.
+      earlier: nodes between the prefix and these.
     """
     count = values.shape[2]
     nodes = pairs, values, decays, rates
-    if count <= _CHUNK or not _is_chain(tree):
+    if count <= _CHUNK or not _is_chain(tree) or earlier is not None:
         above = trees.unpack_bits(tree.ancestors, count)
-        return _solved(entry.state, nodes, above, tree.max_depth, entry.is_divided)
+        return _solved(entry.state, nodes, above, tree.max_depth, entry.is_divided, earlier)
     missing = -count % _CHUNK
 
     def chunks(x: Array) -> Array:
@@ -190,6 +215,7 @@ def _solved(
     above: Array | np.ndarray,
     depth: int,
     is_divided: bool,
+    earlier: Earlier | None = None,
 ) -> tuple[Array, Array]:
     """Return ``outputs`` of nodes of which ``above`` [B, N, N] are the ancestors, at most N."""
     pairs, values, decays, rates = nodes
@@ -203,6 +229,8 @@ def _solved(
     # One product of all queries and keys reads the state once.
     read = _product("bgnck,bgrvk->bgrcnv", pairs, _grouped(state, groups))
     read = read.reshape(len(state), heads, 2, count, -1)
+    if earlier is not None:
+        read = _behind(read, pairs, earlier)
     alike = _product("bgnck,bgmk->bgcnm", pairs, pairs[..., 1, :])
     alike = jnp.repeat(alike, heads // groups, 1)
 
@@ -211,6 +239,21 @@ def _solved(
     updates = _solve(system, right, depth, is_divided)
     mixed = _product("bhnm,bhmv->bhnv", ratios * alike[:, :, 0], updates)
     return total * read[:, :, 0] + mixed, updates
+
+
+def _behind(read: Array, pairs: Array, earlier: Earlier) -> Array:
+    """Return what pairs [B, Hk, N, 2, Dk] read from the state behind the nodes that they see.
+
+    ``read`` [B, H, 2, N, Dv] is what they read from the state of the prefix.
+    """
+    nodes, seen, heads = earlier.values, earlier.seen[:, None], read.shape[1]
+    decays = lax.cumsum(jnp.where(seen, nodes.decays[:, :, None], 0), 3, reverse=True)
+    later = jnp.pad(decays[..., 1:], ((0, 0), (0, 0), (0, 0), (0, 1)))
+    ratios = jnp.where(seen, jnp.exp(later), 0)[:, :, None]
+    alike = _product("bgnck,bgmk->bgcnm", pairs, nodes.keys)
+    alike = jnp.repeat(alike, heads // pairs.shape[1], 1)
+    added = _product("bhcnm,bhmv->bhcnv", ratios * alike, nodes.updates)
+    return jnp.exp(decays[..., :1])[:, :, None] * read + added
 
 
 def _solve(system: Array, right: Array, depth: int, is_divided: bool) -> Array:
