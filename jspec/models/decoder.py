@@ -48,8 +48,13 @@ class Layer:
     residual_scale: float = 1.0
     scaled: bool = False
 
+    @property
+    def inner_norm(self) -> Norm | None:
+        """The norm of the feed-forward's input alone; None for none."""
+        return None if self.parallel or self.feed_forward.norms_input else self.norm
+
     def normed(self, x: Array, weight: Array | None) -> Array:
-        """Return the input of the mixer or the feed-forward for the residual stream x."""
+        """Return the input of the mixer for the residual stream x."""
         return x if self.norm is None else self.norm(x, weight)
 
     def added(self, x: Array, output: Array, weight: Array | None) -> Array:
@@ -197,7 +202,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
         return LayerParams(
             mixer_norm=norm(layer.norm),
             mixer=layer.mixer.init(keys[:2], hidden, dtype, shrink),
-            feed_forward_norm=None if layer.parallel else norm(layer.norm),
+            feed_forward_norm=norm(layer.inner_norm),
             feed_forward=layer.feed_forward.init(keys[2:], hidden, dtype, shrink),
             mixer_output_norm=norm(layer.output_norm),
             feed_forward_output_norm=norm(layer.output_norm),
@@ -320,8 +325,10 @@ def apply_normed(
         with jax.named_scope("mlp"):
             if layer.parallel:
                 normed = layer.normed(x, params.mixer_norm)
+            elif layer.inner_norm is None:
+                normed = after
             else:
-                normed = layer.normed(after, params.feed_forward_norm)
+                normed = layer.inner_norm(after, params.feed_forward_norm)
             output = layer.feed_forward.apply(params.feed_forward, normed, run)
             after = layer.added(after, output, params.feed_forward_output_norm)
         return after if params.scale is None else after * params.scale.astype(after.dtype)

@@ -203,8 +203,8 @@ def test_a_decoder_that_no_family_can_express_is_refused():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             "gemma4_text",
-            {"num_kv_shared_layers": 2, "enable_moe_block": True},
-            "hidden_size_per_layer_input=256.*num_kv_shared_layers=2.*enable_moe_block=True",
+            {"num_kv_shared_layers": 2},
+            "hidden_size_per_layer_input=256.*num_kv_shared_layers=2",
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "by layer type"),

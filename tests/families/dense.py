@@ -2,6 +2,18 @@
 
 from tests.families.rows import LLAMA3, LONGROPE, TRAINED, YARN, Row, rope
 
+_GEMMA4 = {
+    "sliding_window": 6,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": False,  # Tied, a text repeats one token.
+}
+
 ROWS = {
     "llama": Row(
         checkpoints="Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2",
@@ -184,22 +196,17 @@ ROWS = {
         },
     ),
     "gemma4_text": Row(
-        checkpoints="Gemma 4 31B; its text part",
+        checkpoints="Gemma 4 26B-A4B, 31B; their text part",
         heads="",
         features="Gemma 3 with norms of values, keys that are values, heads of two sizes, partial "
-        "rotation, and a factor for each layer",
+        "rotation, and a factor for each layer; experts beside the MLP",
         cases={
-            "gemma4_text": {
-                "sliding_window": 6,
-                "num_hidden_layers": 3,
-                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-                "global_head_dim": 32,
-                "num_global_key_value_heads": 1,
-                "attention_k_eq_v": True,
-                "hidden_size_per_layer_input": 0,
-                "final_logit_softcapping": 3.0,
-            },
+            "gemma4_text": _GEMMA4,
+            "gemma4_text-experts": _GEMMA4
+            | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+            | {"moe_intermediate_size": 16},
         },
+        in_engine=("gemma4_text-experts",),
     ),
     "ministral3": Row(
         checkpoints="Ministral 3 3B, 8B, 14B (text part)",

@@ -33,6 +33,7 @@ class Row:
       cases: tiny models to compare with transformers: names, and keys of config.json beside
         ``SIZES``. The first also runs through the engine. None of them for a family that
         transformers lacks.
+      in_engine: other cases that run through the engine.
       compared: for the documentation, if there are no cases.
       whole: the ``model_type`` that transformers has in place of this text part, and the other keys
         of its config.json; None for a text part that transformers has as a model.
@@ -42,6 +43,7 @@ class Row:
     heads: str
     features: str
     cases: Mapping[str, dict[str, Any]]
+    in_engine: tuple[str, ...] = ()
     compared: str = ""
     whole: tuple[str, dict[str, Any]] | None = None
 

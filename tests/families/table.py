@@ -166,4 +166,6 @@ ROWS = {
     ),
 }
 CASES = {name: (kind, keys) for kind, row in ROWS.items() for name, keys in row.cases.items()}
-ENGINE = tuple(next(iter(row.cases)) for row in ROWS.values() if row.cases)
+ENGINE = tuple(
+    case for row in ROWS.values() if row.cases for case in (next(iter(row.cases)), *row.in_engine)
+)

@@ -89,10 +89,10 @@ def count(raw: dict, default: int) -> int:
     return whole(raw, next(iter(given))) if given else default
 
 
-def built(**fields: Any) -> Experts:
-    """Return a mixture; an error names it."""
+def built(*, kind: type[Experts] = Experts, **fields: Any) -> Experts:
+    """Return a mixture of a ``kind``; an error names it."""
     try:
-        return Experts(**fields)
+        return kind(**fields)
     except ValueError as error:
         raise ValueError(f"experts: {error}") from None
 

@@ -1,14 +1,17 @@
-"""Gemma 4, the text part of its dense models: heads of two sizes, and keys that are values.
+"""Gemma 4, the text part: heads of two sizes, keys that are values, and experts beside an MLP.
 
-Embeddings by layer, keys and values of other layers, and experts are not read.
+Embeddings by layer, and keys and values of other layers are not read.
 """
 
 import dataclasses
 from typing import Any
 
-from jspec.checkpoints.families import common, gemma2, scaling
-from jspec.checkpoints.families.common import FULL, SLIDING, Family, flag
+from jspec.checkpoints.families import common, experts, gemma2, scaling
+from jspec.checkpoints.families.common import FULL, SLIDING, Family, flag, whole
 from jspec.models.blocks.attention import Attention
+from jspec.models.blocks.block import FeedForward
+from jspec.models.blocks.experts import ExpertNames
+from jspec.models.blocks.experts_beside import ExpertsBesideMlp
 from jspec.models.blocks.norms import RmsNorm
 from jspec.models.decoder import DecoderConfig, Layer
 from jspec.util.messages import shown
@@ -17,6 +20,7 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_NAMES = ExpertNames(router="router.proj", experts="experts", shared="mlp", fused="outputs")
 _HEADS = ("head_dim", "num_key_value_heads")
 
 
@@ -35,12 +39,32 @@ def _sizes(raw: dict, layer: int) -> dict[str, Any]:
     return sizes
 
 
+def _feed_forward(raw: dict, norm: RmsNorm) -> FeedForward:
+    """Return the feed-forward of every layer."""
+    mlp = gemma2.mlp(raw)
+    if not flag(raw, "enable_moe_block"):
+        return mlp
+    return experts.built(
+        kind=ExpertsBesideMlp,
+        num_experts=whole(raw, "num_experts"),
+        experts_per_token=whole(raw, "top_k_experts"),
+        intermediate_size=whole(raw, "moe_intermediate_size"),
+        shared_size=mlp.intermediate_size,
+        activation=mlp.activation,
+        scoring="softmax",
+        selection_bias=False,
+        names=_NAMES,
+        norm=norm,
+    )
+
+
 def _layers(raw: dict) -> tuple[Layer, ...]:
     raw = raw | {"rope_parameters": raw.get("rope_parameters") or _ROPES}
     windows = (*common.every(raw, 6)[:-1], None)  # The last layer has no window, whatever is given.
     bias = flag(raw, "attention_bias")
     norm = dataclasses.replace(common.norm(raw), wide=True)
     keys_are_values, layers = flag(raw, "attention_k_eq_v"), []
+    feed_forward = _feed_forward(raw, norm)
     for index, window in enumerate(windows):
         kind = SLIDING if window else FULL
         heads = common.heads(raw if window else raw | _sizes(raw, index))
@@ -55,7 +79,7 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
             scale=1.0,
             keys_are_values=keys_are_values and not window,
         )
-        layers.append(Layer(mixer, gemma2.mlp(raw), norm, norm, scaled=True))
+        layers.append(Layer(mixer, feed_forward, norm, norm, scaled=True))
     return tuple(layers)
 
 
@@ -80,8 +104,21 @@ def _describe(config: DecoderConfig) -> dict:
         "final_logit_softcapping": config.logit_cap,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
+        **_describe_experts(config),
         "rope_scaling": None,
+    }
+
+
+def _describe_experts(config: DecoderConfig) -> dict:
+    """Return the keys of ``_feed_forward``."""
+    first = config.layers[0].feed_forward
+    if not isinstance(first, ExpertsBesideMlp):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": first.num_experts,
+        "top_k_experts": first.experts_per_token,
+        "moe_intermediate_size": first.intermediate_size,
     }
 
 
@@ -100,7 +137,7 @@ FAMILY = Family(
     neutral={
         **dict.fromkeys(("hidden_act", "per_layer_config", "final_logit_softcapping")),
         **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), (None, 0)),
-        "enable_moe_block": (None, False),
+        "num_experts": None,
         "rope_scaling": (None,),
         "hidden_activation": (gemma2.ACTIVATION,),
         "use_bidirectional_attention": (None, "vision"),  # Images alone are read both ways.

@@ -251,13 +251,12 @@ def block_table(
     hidden, kind = config.hidden_size, config.layers[layer]
     mixer = _within("mixer", kind.mixer.tensors(hidden, inputs))
     late = [tensor for tensor in mixer if tensor.path[1:] == ("output_bias",)]
-    before, between = (kind.norm if each else None for each in (input_norm, not kind.parallel))
-    output = kind.output_norm
+    before, output = kind.norm if input_norm else None, kind.output_norm
     tensors = [
         *norm_of("mixer_norm", "input_layernorm", before, hidden),
         *(tensor for tensor in mixer if tensor not in late),
         *norm_of("mixer_output_norm", "post_self_attn_layernorm", output, hidden),
-        *norm_of("feed_forward_norm", "post_attention_layernorm", between, hidden),
+        *norm_of("feed_forward_norm", "post_attention_layernorm", kind.inner_norm, hidden),
         *late,  # Files have this bias behind the second norm.
         *_within("feed_forward", kind.feed_forward.tensors(hidden)),
         *norm_of("feed_forward_output_norm", "post_mlp_layernorm", output, hidden),

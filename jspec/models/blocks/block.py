@@ -114,6 +114,7 @@ class FeedForward:
 
     title = "another feed-forward"  # in messages
     dense_size: int  # width of a plain MLP of such a model
+    norms_input = False  # Whether it takes the residual stream, and norms that itself.
 
     def init(self, keys: Array, hidden: int, dtype: jnp.dtype, shrink: float = 1.0) -> Any:
         """Return random weights from two keys; the output projection is scaled by ``shrink``."""
@@ -132,5 +133,5 @@ class FeedForward:
         raise NotImplementedError
 
     def apply(self, params: Any, x: Array, run: Pass) -> Array:
-        """Return the output [B, T, D] for the normed input x [B, T, D], in a dtype of its own."""
+        """Return the output [B, T, D] for the input x [B, T, D], in a dtype of its own."""
         raise NotImplementedError
