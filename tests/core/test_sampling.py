@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from jax import lax
 
 from jspec.core import sampling
 from jspec.core.types import Sampling
@@ -141,11 +143,24 @@ def test_thresholds_without_sorting_are_those_of_sorted_logits(values, top_k, to
         expected.append((by_k, row >= ordered[above < top_p].min()))
     k, p = jnp.full((2, 1), top_k), jnp.full((2, 1), top_p, jnp.float32)
     by_k, by_p = np.stack(expected, 1)
-    np.testing.assert_array_equal(KEEP_TOP_K(jnp.asarray(logits), k), by_k)
-    np.testing.assert_array_equal(KEEP_TOP_P(jnp.asarray(logits), p), by_p)
+    for keep_top_k, keep_top_p in (KEEP, KEEP_ON_A_GPU):
+        np.testing.assert_array_equal(keep_top_k(jnp.asarray(logits), k), by_k)
+        np.testing.assert_array_equal(keep_top_p(jnp.asarray(logits), p), by_p)
 
 
-KEEP_TOP_K, KEEP_TOP_P = jax.jit(sampling.keep_top_k), jax.jit(sampling.keep_top_p)
+def filters_compiled():
+    """Return both filters, compiled for the arguments above."""
+    logits, k, p = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((2, 12), np.float32), ((2, 1), np.int32), ((2, 1), np.float32))
+    )
+    by_k, by_p = jax.jit(sampling.keep_top_k), jax.jit(sampling.keep_top_p)
+    return by_k.lower(logits, k).compile(), by_p.lower(logits, p).compile()
+
+
+KEEP = filters_compiled()
+with mock.patch.object(lax, "platform_dependent", lambda *x, cuda, **_: cuda(*x)):
+    KEEP_ON_A_GPU = filters_compiled()
 
 
 def test_filters_sort_nothing_and_search_only_if_a_sequence_uses_them():
