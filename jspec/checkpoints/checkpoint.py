@@ -10,19 +10,25 @@ whole.
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Sharding
 
-from jspec.checkpoints import families, gguf_blocks, gguf_config, gguf_files, gguf_tokenizer
+from jspec.checkpoints import (
+    families,
+    gguf_blocks,
+    gguf_config,
+    gguf_files,
+    gguf_names,
+    gguf_tokenizer,
+)
 from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import (
     EMBEDDING,
     HEAD,
-    Entry,
     as_stored,
     assemble,
     mtp_prefixes,
@@ -69,7 +75,9 @@ def outline(
     on_the_fly.check(entries, scheme)
     tensors = formats.outlined(formats.of(raw), entries)
     if keeps_blocks:
-        tensors = gguf_blocks.opened(_gguf_tensors(source, raw, entries))
+        entries = gguf_names.stacked(entries)
+        file = gguf_files.open_file(source)
+        tensors = gguf_blocks.opened(gguf_names.tensors(file, raw, entries))
     shapes = [
         on_the_fly.outlined(entry, reading.outlined(entry, tensors, dtype), scheme)
         for entry in entries
@@ -134,7 +142,8 @@ def load_pretrained(
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
     if file:
-        tensors = _gguf_tensors(file, raw, entries)
+        entries = gguf_names.stacked(entries)
+        tensors = gguf_names.tensors(gguf_files.open_file(file), raw, entries)
         tensors = gguf_blocks.opened(tensors) if keeps_blocks else tensors
     else:
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
@@ -165,11 +174,6 @@ def _are_equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
     """Return whether two matrices are equal, a few rows at a time."""
     starts = range(0, max(len(one), len(other)), rows)
     return all(np.array_equal(one[i : i + rows], other[i : i + rows]) for i in starts)
-
-
-def _gguf_tensors(file: Path, raw: dict, entries: tuple[Entry, ...]) -> Mapping[str, Any]:
-    names = [name for entry in entries for name in entry.names]
-    return gguf_config.tensors(gguf_files.open_file(file), raw, names)
 
 
 def save_pretrained(

@@ -4,12 +4,14 @@
 ggml's docs of the layouts are ggml-common.h and ggml-quants.c of llama.cpp.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspec.checkpoints.gguf_files import GgufTensor
+from jspec.checkpoints.gguf_tensors import Alternating, Columns, Gathered
 from jspec.checkpoints.quantised.stored import NIBBLES, Rows, StoredTensor
 
 METHOD = "gguf"
@@ -85,14 +87,20 @@ KINDS: Mapping[str, Mapping[str, _Array]] = {
 }
 
 
-def opened(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor | StoredTensor]:
+def opened(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return tensors with those of the kinds above as ``StoredTensor``."""
     return {name: _stored(tensor) for name, tensor in tensors.items()}
 
 
-def _stored(tensor: GgufTensor) -> GgufTensor | StoredTensor:
-    arrays = KINDS.get(tensor.kind.name)
-    if arrays is None or len(tensor.shape) < 2:
+def _stored(tensor: Any) -> Any:
+    if isinstance(tensor, Alternating | Gathered):
+        return _of_parts(tensor)
+    if isinstance(tensor, Columns):
+        stored = _stored(tensor.matrix)
+        is_kept = isinstance(stored, StoredTensor)
+        return dataclasses.replace(stored, order=np.argsort(tensor.order)) if is_kept else tensor
+    arrays = KINDS.get(tensor.kind.name) if isinstance(tensor, GgufTensor) else None
+    if arrays is None or len(tensor.shape) < 2 or tensor.offset:
         return tensor
     blocks = tensor.shape[-1] // arrays["values"].count
     made = {
@@ -100,6 +108,20 @@ def _stored(tensor: GgufTensor) -> GgufTensor | StoredTensor:
         for name, array in arrays.items()
     }
     return StoredTensor(tensor.shape, made)
+
+
+def _of_parts(tensor: Alternating | Gathered) -> Any:
+    """Return a tensor of others as a quantised one, if all of them have one form."""
+    stored = [_stored(part) for part in tensor.parts]
+    if not all(isinstance(part, StoredTensor) for part in stored):
+        return tensor
+    if len({part.form for part in stored}) > 1:
+        return tensor
+    arrays = {
+        name: dataclasses.replace(tensor, parts=tuple(part.arrays[name] for part in stored))
+        for name in stored[0].arrays
+    }
+    return StoredTensor(tensor.shape, arrays)
 
 
 def _reader(tensor: GgufTensor, array: _Array) -> Callable[..., np.ndarray]:

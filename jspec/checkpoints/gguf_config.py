@@ -1,16 +1,16 @@
-"""The metadata of GGUF files as config.json, and their tensors under Hugging Face's names."""
+"""The metadata of GGUF files as config.json."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import re
 
 import numpy as np
 
-from jspec.checkpoints.gguf_files import GgufFile, GgufTensor
+from jspec.checkpoints.gguf_architectures import Architecture, find, number
+from jspec.checkpoints.gguf_files import GgufFile
 from jspec.models.blocks import rope
 from jspec.util.messages import shown
 
-_FREQUENCIES = "rope_freqs.weight"  # the only trace of Llama 3's rotary scaling
+FREQUENCIES = "rope_freqs.weight"  # the only trace of Llama 3's rotary scaling
+FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -37,6 +37,10 @@ _NEUTRAL: dict[str, tuple] = {
     "final_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "attention.temperature_scale": (0.0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "rope.scaling.alpha": (0.0, 1.0),
@@ -44,74 +48,6 @@ _NEUTRAL: dict[str, tuple] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
-}
-
-
-def _biases(file: GgufFile) -> dict:
-    """Return Llama's switches, by the names of the tensors."""
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-    }
-
-
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-def _gemma(file: GgufFile) -> dict:
-    """Return the keys of Gemma 2 and 3 that files leave to llama.cpp, as it sets them.
-
-    Models of 46 and 62 layers, the largest ones, scale scores by the width of a share of the
-    stream, and others by that of a head.
-    """
-    get = lambda key: _number(file.get("{arch}." + key))
-    width, heads = get("embedding_length"), get("attention.head_count")
-    is_large = get("block_count") in (46, 62)
-    given = {
-        "query_pre_attn_scalar": width // heads if is_large else get("attention.key_length"),
-        "sliding_window": get("attention.sliding_window"),
-        "rope_local_base_freq": get("rope.freq_base_swa"),
-        **{key: get(key) for key in _CAPS},
-    }
-    return {key: value or None for key, value in given.items() if value is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Architecture:
-    """One ``general.architecture``.
-
-    Attributes:
-      family: ``model_type`` of the family.
-      permuted: whether the rows of q and k are stored as pairs of neighbours.
-      centred: whether norms, which the family stores minus one, are stored whole.
-      special: returns keys that are particular to the family.
-      read: keys of ``_NEUTRAL`` that ``special`` reads.
-    """
-
-    family: str
-    permuted: bool = False
-    centred: bool = False
-    read: tuple[str, ...] = ()
-    special: Callable[[GgufFile], dict] = lambda _: {}
-
-
-def _without_window(file: GgufFile) -> dict:
-    """Return no keys; raise ValueError for Olmo 3, whose files have the architecture of OLMo 2."""
-    if window := file.get("{arch}.attention.sliding_window"):
-        raise ValueError(
-            f"attention.sliding_window={shown(window)} of olmo2 is not supported in GGUF files; "
-            "take the Hugging Face files"
-        )
-    return {}
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture("llama", permuted=True, special=_biases),
-    "qwen2": _Architecture("qwen2"),
-    "qwen3": _Architecture("qwen3"),
-    "olmo2": _Architecture("olmo2", special=_without_window),
-    "gemma2": _Architecture("gemma2", centred=True, special=_gemma, read=_CAPS),
-    "gemma3": _Architecture("gemma3_text", centred=True, special=_gemma, read=_CAPS),
 }
 
 
@@ -128,79 +64,59 @@ def read(file: GgufFile) -> dict:
             else "give the file of the model itself"
         )
         raise ValueError(f"it is of type {shown(kind)}, not a model; {remedy}")
-    architecture = _architecture(file)
+    architecture = find(file)
     name = file.get("general.architecture")
     wrong = [
         f"{name}.{key}={shown(value)}"
         for key, neutral in _NEUTRAL.items()
-        if key not in architecture.read
+        if key not in (*architecture.keys.values(), *architecture.read)
         and (value := file.get("{arch}." + key)) is not None
         and value not in neutral
     ]
     if wrong:
         raise ValueError(f"not supported: {', '.join(wrong)}")
-    missing = [f"{name}.{key}" for key in _KEYS.values() if file.get("{arch}." + key) is None]
+    keys = _KEYS | _OPTIONAL | architecture.keys
+    raw = {ours: number(file.get("{arch}." + key)) for ours, key in keys.items()}
+    missing = [f"{name}.{keys[key]}" for key in _KEYS if raw[key] is None and key in _required(raw)]
     if missing:
         raise ValueError(f"its metadata lack {', '.join(missing)}; download it again")
-    keys = _KEYS | _OPTIONAL
-    raw = {ours: _number(file.get("{arch}." + key)) for ours, key in keys.items()}
-    raw = {key: value for key, value in raw.items() if value is not None}
+    raw = architecture.constants | {key: value for key, value in raw.items() if value is not None}
+    tensors = {re.sub(r"^blk\.\d+\.", "", name) for name in file.tensors}
     raw |= {
         "model_type": architecture.family,
+        "num_hidden_layers": raw["num_hidden_layers"] - file.get("{arch}.nextn_predict_layers", 0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": file.dtype,
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(file),
-        **architecture.special(file),
+        **{key: tensor in tensors for key, tensor in architecture.biases.items()},
     }
+    raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))
     raw["rope_scaling"] = _scaling(file, raw)
+    raw |= _rotated(file, raw, architecture)
+    return raw | architecture.special(file, raw)
+
+
+def _required(raw: dict) -> set[str]:
+    """Return the sizes that a file must state; models with experts alone have no other MLP."""
+    width = {"moe_intermediate_size": "intermediate_size", "layer_norm_eps": "rms_norm_eps"}
+    return set(_KEYS) - {width[key] for key in width if raw.get(key) is not None}
+
+
+def _rotated(file: GgufFile, raw: dict, architecture: Architecture) -> dict:
+    """Return the share of a head that is rotated; raise ValueError where the family has none."""
+    if "kv_lora_rank" in raw:
+        return {}
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (size := file.get("{arch}." + key, head_dim)) != head_dim:
+        size = file.get("{arch}." + key, head_dim)
+        if key.startswith("rope") and architecture.partly_rotated:
+            return {"partial_rotary_factor": size / head_dim}
+        if size != head_dim:
+            name = file.get("general.architecture")
             raise ValueError(f"{name}.{key}={size} is not supported, only {head_dim} (all of head)")
-    return raw
-
-
-def tensors(file: GgufFile, raw: dict, names: Iterable[str]) -> dict[str, GgufTensor]:
-    """Return the tensors under the names of Hugging Face.
-
-    Args:
-      file: its tensors.
-      raw: ``read(file)``.
-      names: of Hugging Face. Tensors without one keep the name of the file.
-    """
-    import gguf
-
-    architecture = _architecture(file)
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    kind = kinds[file.get("general.architecture")]
-    table = gguf.get_tensor_name_map(kind, raw["num_hidden_layers"])
-    stored = dict(file.tensors)
-    stored.pop(_FREQUENCIES, None)
-    renamed = {}
-    for name in names:
-        tensor = stored.pop(table.get_name(name, (".weight", ".bias")), None)
-        if tensor is not None:
-            tensor = _ordered(name, tensor, raw) if architecture.permuted else tensor
-            is_less = architecture.centred and name.endswith("norm.weight")
-            renamed[name] = dataclasses.replace(tensor, offset=-1.0) if is_less else tensor
-    return renamed | stored
-
-
-def _architecture(file: GgufFile) -> _Architecture:
-    name = file.get("general.architecture")
-    if name not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ValueError(
-            f"architecture {shown(name)} is not supported in GGUF files; known: {known}"
-        )
-    return _ARCHITECTURES[name]
-
-
-def _number(value: Any) -> Any:
-    """Return a float32 of the metadata as the shortest number that rounds to it."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return {}
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -210,33 +126,21 @@ def _vocab_size(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _ordered(name: str, tensor: GgufTensor, raw: dict) -> GgufTensor:
-    """Undo llama.cpp's order of q and k, which has features i and i + d/2 as neighbours."""
-    part = name.split(".")[-2]
-    if part not in ("q_proj", "k_proj"):
-        return tensor
-    heads = raw["num_attention_heads"]
-    heads = raw.get("num_key_value_heads", heads) if part == "k_proj" else heads
-    rows = tensor.shape[0]
-    if rows % (2 * heads):
-        return tensor  # its shape is refused later
-    stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    return dataclasses.replace(tensor, order=stored.swapaxes(1, 2).reshape(-1))
-
-
 def _scaling(file: GgufFile, raw: dict) -> dict | None:
     """Return ``rope_scaling``."""
     kind = file.get("{arch}.rope.scaling.type") or "none"
     prefix = "{arch}.rope.scaling."
-    factor = _number(file.get(prefix + "factor"))
-    if _FREQUENCIES in file.tensors:
+    factor = number(file.get(prefix + "factor"))
+    if FREQUENCIES in file.tensors:
         return _llama3(file, raw)
+    if all(name in file.tensors for name in FACTORS):
+        return _longrope(file)
     if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        keys = {ours: _number(file.get(prefix + key)) for ours, key in _YARN.items()}
+        keys = {ours: number(file.get(prefix + key)) for ours, key in _YARN.items()}
         keys["original_max_position_embeddings"] = file.get(prefix + "original_context_length")
         given = {key: value for key, value in keys.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, **given}
@@ -246,17 +150,19 @@ def _scaling(file: GgufFile, raw: dict) -> dict | None:
 def _llama3(file: GgufFile, raw: dict) -> dict:
     """Return Llama 3's scaling, whose divisors of the frequencies are all that files keep.
 
-    Its factors are 1 and 4, and its original length 8192, in all published models.
+    Its factors are 1 and 4, and its original length 8192, in most published models. Divisors of
+    others are kept as they are.
     """
-    stored = file.tensors[_FREQUENCIES][:].astype(np.float64)
+    stored = file.tensors[FREQUENCIES][:].astype(np.float64)
     head_dim = 2 * len(stored)
-    theta, factor = raw.get("rope_theta", 10000.0), _number(float(stored.max()))
+    theta, factor = raw.get("rope_theta", 10000.0), number(float(stored.max()))
     low, high, original = 1.0, 4.0, 8192
     config = rope.RopeConfig(theta, "llama3", factor, original, low, high)
     plain = rope.RopeConfig(theta)
     expected = rope.frequencies(plain, head_dim) / rope.frequencies(config, head_dim)
     if not np.allclose(stored, expected, rtol=1e-4):
-        raise ValueError(f"{_FREQUENCIES} holds a rotary scaling that is not Llama 3's")
+        factors = stored.tolist()
+        return _of_factors(factors, factors, {"attention_factor": 1.0})
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -264,6 +170,20 @@ def _llama3(file: GgufFile, raw: dict) -> dict:
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+
+
+def _longrope(file: GgufFile) -> dict:
+    """Return the scaling of Phi-3, with divisors for short texts and for long ones."""
+    short, long = ([number(float(x)) for x in file.tensors[name][:]] for name in FACTORS)
+    keys = {
+        "attention_factor": number(file.get("{arch}.rope.scaling.attn_factor")),
+        "original_max_position_embeddings": file.get("{arch}.rope.scaling.original_context_length"),
+    }
+    return _of_factors(short, long, {k: value for k, value in keys.items() if value is not None})
+
+
+def _of_factors(short: list[float], long: list[float], keys: dict) -> dict:
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **keys}
 
 
 # Tokens that end an answer wherever they exist; files name only one or two of them.

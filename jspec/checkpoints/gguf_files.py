@@ -46,14 +46,21 @@ class GgufTensor:
         """The dtype of rows that are read."""
         return np.dtype(np.float32)
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        """Return rows, or columns of them, of which whole blocks of a quantisation are read."""
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return rows, or columns of them, of which whole blocks of a quantisation are read.
+
+        The first of three axes, that of a stack, may have a number.
+        """
         import gguf
 
         if self.offset:
             return dataclasses.replace(self, offset=0.0)[index] + np.float32(self.offset)
-        rows, *columns = index if isinstance(index, tuple) else (index,)
-        stored = self.data[rows if self.order is None else self.order[rows]]
+        index = index if isinstance(index, tuple) else (index,)
+        rows, columns = index[: len(self.shape) - 1], index[len(self.shape) - 1 :]
+        if self.order is not None:
+            first, *rest = rows or columns
+            rows, columns = (self.order[first], *rest), columns if rows else ()
+        stored = self.data[rows]
         if not columns:
             return gguf.dequantize(np.ascontiguousarray(stored), self.kind)
         begin, end, _ = columns[0].indices(self.shape[-1])

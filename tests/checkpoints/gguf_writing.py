@@ -17,36 +17,25 @@ KEYS = {
 
 def write(path, config, state, kind="F32", tokenizer=(), **options):
     """Write a model: a config of transformers, and its tensors as float32 arrays."""
-    arch = config.model_type.removesuffix("_text")
+    arch = config.model_type
     writer = gguf.GGUFWriter(path, arch, **options)
     for theirs, key in KEYS.items():
         getattr(writer, f"add_{key}")(getattr(config, theirs))
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_rope_dimension_count(head_dim)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    scaling = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
-    if rope["rope_type"] in scaling:
-        writer.add_rope_scaling_type(scaling[rope["rope_type"]])
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
-    if arch.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
-        state = {name: x + 1 if name.endswith("norm.weight") else x for name, x in state.items()}
     for call, *values in tokenizer:
         getattr(writer, f"add_{call}")(*values)
     table = gguf.get_tensor_name_map(writer_arch(arch), config.num_hidden_layers)
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if name.split(".")[-2] in ("q_proj", "k_proj"):
             tensor = neighbours(tensor, head_dim)
         stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
         add(writer, stored, np.ascontiguousarray(tensor), kind if tensor.ndim > 1 else "F32")

@@ -21,21 +21,25 @@ DRAWN_BUFFERS = ("e_score_correction_bias", "layer_scalar")
 
 @functools.cache
 def model(case: str):
-    """Return the model of a case: matrices of std ``GAIN`` / sqrt(inputs), vectors moved by 0.2."""
+    """Return the model of a case of the table."""
+    return made(*table.CASES[case], seed=len(case))
+
+
+def made(kind: str, keys: dict, seed: int):
+    """Return a model: matrices of std ``GAIN`` / sqrt(inputs), vectors moved by 0.2."""
     torch.set_num_threads(1)
-    kind, keys = table.CASES[case]
     text, whole = rows.SIZES | keys, table.ROWS[kind].whole
     if whole is None:
         config = transformers.AutoConfig.for_model(kind, **text)
-        made = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
     else:
         config = transformers.AutoConfig.for_model(whole[0], text_config=text, **whole[1])
-        made = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    generator = torch.Generator().manual_seed(len(case))
-    buffers = [x for name, x in made.named_buffers() if name.endswith(DRAWN_BUFFERS)]
+        model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    buffers = [x for name, x in model.named_buffers() if name.endswith(DRAWN_BUFFERS)]
     with torch.no_grad():
-        decays = {id(x) for name, x in made.named_parameters() if name.endswith("A_log")}
-        for parameter in [*made.parameters(), *buffers]:
+        decays = {id(x) for name, x in model.named_parameters() if name.endswith("A_log")}
+        for parameter in [*model.parameters(), *buffers]:
             drawn = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in decays:
                 parameter.copy_(drawn - 3)  # The states last for tens of tokens.
@@ -43,7 +47,7 @@ def model(case: str):
                 parameter.copy_(drawn * GAIN / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.add_(0.2 * drawn)
-    return made
+    return model
 
 
 def saved(case: str, folder: Path) -> Path:
