@@ -275,7 +275,7 @@ def trunk(
     if config.is_recurrent and recur is None:
         raise ValueError(
             "a network with layers of the gated delta rule runs as a target or a draft model, not "
-            "in a head and not in training; take one of attention alone"
+            "in a head, and in training not behind mask tokens; take one of attention alone"
         )
     shape_checks.check_captured(capture_layers, config.num_layers)
     rotations = rotations_of((layer.mixer for layer in config.layers), positions)

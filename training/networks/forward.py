@@ -5,8 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core import trees
 from jspec.core.types import Array
 from jspec.models import decoder
+from jspec.models.blocks.attend import Recur, Visit
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.data.batch import Batch
 from training.networks.attention import attend_within
@@ -29,8 +31,16 @@ def hidden_states(
     """Return normed last hidden states [B, T, D] of tokens [B, T], each row one document."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params, config, tokens)
-    attend = attend_within(None)
-    x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute], remat=remat)
+    x, _ = decoder.trunk(
+        params,
+        config,
+        x,
+        positions,
+        attend_within(None),
+        linear=LINEARS[compute],
+        remat=remat,
+        recur=recur_within(config, positions),
+    )
     return config.norm(x, params.norm)
 
 
@@ -56,8 +66,24 @@ def packed_states(
         linear=LINEARS[compute],
         capture_layers=capture_layers,
         remat=remat,
+        recur=recur_within(config, batch.positions),
     )
     return captured, config.norm(x, params.norm)
+
+
+def recur_within(config: DecoderConfig, positions: Array) -> Recur:
+    """Return recurrences along windows of texts, for ``decoder.trunk``.
+
+    A text begins at each position 0 of int32 ``positions`` [B, T], with an empty state.
+    """
+    batch, size = positions.shape
+    tree, starts = trees.chain_tree(batch, size), positions == 0
+
+    def recur(index: int, visit: Visit) -> Array:
+        entry = config.layers[index].mixer.entry(batch, 0, jnp.float32)
+        return visit(entry, tree, starts=starts)[0]
+
+    return recur
 
 
 def head_of(params: DecoderParams) -> Array:

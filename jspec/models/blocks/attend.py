@@ -40,8 +40,11 @@ class Earlier:
     seen: Array
 
 
-# visit(entry, tree of the new nodes, nodes before them if any) -> outputs, values of the new nodes
-Visit = Callable[[Entry, Tree, Earlier | None], tuple[Array, Any]]
+# visit(entry, tree, earlier=None, starts=None) -> outputs of new nodes, and their values
+#
+# ``earlier`` are nodes between the prefix and those of the tree. ``starts``, bool [B, N], are the
+# nodes of a chain that begin a text of their own, in training.
+Visit = Callable[..., tuple[Array, Any]]
 # recur(layer, visit) -> outputs of ``visit``
 Recur = Callable[[int, Visit], Array]
 
@@ -53,7 +56,7 @@ def recurrence_over(cache: kv_cache.KVCache, tree: Tree, new: list[Any]) -> Recu
     """
 
     def recur(index: int, visit: Visit) -> Array:
-        mixed, new[index] = visit(cache.layers[index], tree, None)
+        mixed, new[index] = visit(cache.layers[index], tree)
         return mixed
 
     return recur
@@ -74,7 +77,7 @@ def recurrence_beside(
 
     def recur(index: int, visit: Visit) -> Array:
         earlier = None if is_first else Earlier(side[index], seen)
-        mixed, new = visit(cache.layers[index], tree, earlier)
+        mixed, new = visit(cache.layers[index], tree, earlier=earlier)
         side[index] = _put(side[index], new, slot)
         return mixed
 

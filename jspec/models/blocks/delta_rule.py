@@ -19,6 +19,7 @@ from jspec.models.blocks.delta_state import DeltaNodes, DeltaState
 from jspec.models.blocks.norms import RmsNorm
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
+_FORGOTTEN = -1e4  # logarithm of a decay that leaves nothing of a state; its exponential is 0
 _EPS = 1e-6  # It keeps the lengths of queries and keys above 0.
 
 
@@ -137,14 +138,17 @@ class DeltaRule(Mixer):
         rates, decays = self._rates(params, rates.astype(jnp.float32))
 
         def visit(
-            entry: DeltaState, tree: Tree, earlier: Earlier | None
+            entry: DeltaState,
+            tree: Tree,
+            earlier: Earlier | None = None,
+            starts: Array | None = None,
         ) -> tuple[Array, DeltaNodes]:
             """Return the outputs [B, N, H, Dv] of the nodes, and their values."""
             mine = (inputs, rates, decays)
             if run.packing is not None:
                 mine = (run.packing.by_nodes(part) for part in mine)
             columns = (part.swapaxes(1, 2) for part in mine)
-            return self._visit(params, entry, tree, earlier, *columns)
+            return self._visit(params, entry, tree, earlier, starts, *columns)
 
         mixed = run.recur(index, visit)
         if run.packing is not None:
@@ -163,6 +167,7 @@ class DeltaRule(Mixer):
         entry: DeltaState,
         tree: Tree,
         earlier: Earlier | None,
+        starts: Array | None,
         inputs: Array,
         rates: Array,
         decays: Array,
@@ -172,7 +177,12 @@ class DeltaRule(Mixer):
         ``rates`` and ``decays`` are [B, H, N].
         """
         kernel = self._kernel(params)
-        seen = jax.nn.silu(delta_state.convolved(inputs, entry.inputs, kernel, tree, earlier))
+        seen = delta_state.convolved(
+            inputs, entry.inputs, kernel=kernel, tree=tree, earlier=earlier, starts=starts
+        )
+        seen = jax.nn.silu(seen)
+        if starts is not None:
+            decays = jnp.where(starts[:, None], _FORGOTTEN, decays)
         pairs, values = self._heads(seen)
         pairs = pairs * jax.lax.rsqrt((pairs * pairs).sum(-1, keepdims=True) + _EPS)
         keys = pairs[..., 1, :]

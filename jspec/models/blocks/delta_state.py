@@ -114,7 +114,12 @@ def carried(state: Array, keys: Array, updates: Array, decays: Array) -> Array:
 
 
 def convolved(
-    inputs: Array, past: Array, kernel: Array, tree: Tree, earlier: Earlier | None = None
+    inputs: Array,
+    past: Array,
+    kernel: Array,
+    tree: Tree,
+    earlier: Earlier | None = None,
+    starts: Array | None = None,
 ) -> Array:
     """Return the causal convolution [B, P, N, C] of the nodes' inputs along their paths.
 
@@ -124,6 +129,7 @@ def convolved(
       kernel: [P, W, C]; its last row is that of the node itself.
       tree: of the nodes, with a batch axis.
       earlier: nodes between the prefix and these.
+      starts: bool [B, N], nodes of a chain that no earlier node precedes.
     """
     width, count = kernel.shape[1], inputs.shape[2]
     between = () if earlier is None else (earlier.values.inputs,)
@@ -136,6 +142,13 @@ def convolved(
     else:
         slots = [slot[:, None, :, None] for slot in _slots(tree, width)]
         seen = [jnp.take_along_axis(rows, slot, NODE_AXIS) for slot in slots]
+    if starts is not None:
+        index = jnp.arange(count)
+        since = index - lax.cummax(jnp.where(starts, index, -width), 1)  # inputs of the same text
+        seen = [
+            jnp.where((since >= width - 1 - back)[:, None, :, None], row, 0)
+            for back, row in enumerate(seen)
+        ]
     return sum(row * kernel[:, None, back] for back, row in enumerate(seen))
 
 
