@@ -44,6 +44,7 @@ _MORE = (
     "checkpoints/test_gguf_blocks.py",
     "checkpoints/test_quantization.py",
     "checkpoints/test_quantised_formats.py",
+    "checkpoints/test_quantised_heads.py",
     "core/test_quantized.py",
     "engine/test_budget.py",
     "engine/test_captured.py",

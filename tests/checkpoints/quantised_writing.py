@@ -1,10 +1,14 @@
 """Quantised checkpoints by the formulas of their formats, with the floats that they stand for."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from jspec.checkpoints.files import safetensors_files
 
 RNG = np.random.default_rng(7)
 FP8 = ml_dtypes.float8_e4m3fn
@@ -12,10 +16,14 @@ _AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 class Case(NamedTuple):
-    """A format: its ``quantization_config``, and the tensors and floats of a module."""
+    """A format: its ``quantization_config``, and the tensors and floats of a module.
+
+    ``head`` says whether the output matrix is quantised too.
+    """
 
     config: dict
     write: Callable[[tuple[int, int]], tuple[dict[str, np.ndarray], np.ndarray]]
+    head: bool = False
 
 
 def _scales(shape, dtype, inputs):
@@ -138,12 +146,12 @@ def _compressed(bits, *, group=None, symmetric=True, packed=True, act_order=Fals
     return write
 
 
-def _group(kind, bits, **weights):
+def _group(kind, bits, ignore=("lm_head",), **weights):
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"} | weights
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
-        "ignore": ["lm_head"],
+        "ignore": [*ignore],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
 
@@ -169,8 +177,9 @@ CASES = {
     ),
     "gptq": Case({"quant_method": "gptq", "bits": 4, "group_size": 32}, _gptq(32)),
     "gptq act-order": Case(
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "lm_head": True},
         _gptq(32, act_order=True),
+        head=True,
     ),
     "gptq v2, 8 bits": Case(
         {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
@@ -185,10 +194,45 @@ CASES = {
         _group("pack-quantized", 4, actorder="group", **_GROUPED),
         _compressed(4, group=32, act_order=True),
     ),
-    "w8a16": Case(_group("pack-quantized", 8), _compressed(8)),
+    "w8a16": Case(_group("pack-quantized", 8, ignore=()), _compressed(8), head=True),
     "w4a8": Case(_group("int-quantized", 4, **_GROUPED), _compressed(4, group=32, packed=False)),
     "w8a8 int8": Case(_group("int-quantized", 8), _compressed(8, packed=False)),
     "w8a8 fp8": Case(
         _group("float-quantized", 8, type="float"), _compressed(8, packed=False, fp8=True)
     ),
 }
+
+
+def files_of(directory: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return the config.json and the tensors of a directory."""
+    raw = json.loads((directory / "config.json").read_text())
+    return raw, dict(safetensors_files.read(directory / "model.safetensors"))
+
+
+def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """Write a config.json and tensors, and return the directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    layout = [(name, x.shape, x.dtype) for name, x in tensors.items()]
+    safetensors_files.write(directory / "model.safetensors", layout, tensors.values())
+    return directory
+
+
+def write_both(
+    source: Path, folder: Path, case: Case, takes: Callable[[str], bool]
+) -> tuple[Path, Path]:
+    """Write a checkpoint with other matrices where ``takes`` says so: quantised, and their floats.
+
+    Return the two directories, which are in ``folder``.
+    """
+    raw, tensors = files_of(source)
+    quantised, plain = dict(tensors), dict(tensors)
+    for key in filter(takes, tensors):
+        parts, floats = case.write(tensors[key].shape)
+        plain[key] = floats.astype(np.float32)
+        del quantised[key]
+        module = key.removesuffix(".weight")
+        quantised |= {f"{module}.{end}": part for end, part in parts.items()}
+    own = raw | {"quantization_config": case.config}
+    return write(folder / "quantised", own, quantised), write(folder / "plain", raw, plain)

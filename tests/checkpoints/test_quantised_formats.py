@@ -1,7 +1,5 @@
 """Checkpoints in every quantised format: weights to the bit, texts, and files that are damaged."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -9,14 +7,13 @@ import pytest
 import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.families.names import Entry
-from jspec.checkpoints.files import safetensors_files
 from jspec.checkpoints.quantised import formats, reading
 from jspec.core.weights import Weight, as_array
 from jspec.engine.memory import bytes_of
 from jspec.models import decoder
 from tests import eight_devices, networks
 from tests.checkpoints import quantised_writing
-from tests.checkpoints.quantised_writing import CASES, RNG
+from tests.checkpoints.quantised_writing import CASES, RNG, files_of, write
 
 CONFIG = networks.build(
     vocab_size=64,
@@ -28,20 +25,6 @@ CONFIG = networks.build(
     head_dim=16,
     max_positions=256,
 )
-
-
-def files_of(directory):
-    raw = json.loads((directory / "config.json").read_text())
-    return raw, dict(safetensors_files.read(directory / "model.safetensors"))
-
-
-def write(directory, raw, tensors):
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    layout = [(name, x.shape, x.dtype) for name, x in tensors.items()]
-    safetensors_files.write(directory / "model.safetensors", layout, tensors.values())
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +42,9 @@ def both(floats, tmp_path_factory):
 
     def get(name):
         if name not in made:
-            raw, tensors = files_of(floats)
-            quantised, plain = dict(tensors), dict(tensors)
-            for key in [key for key in tensors if "proj" in key]:
-                parts, plain[key] = CASES[name].write(tensors[key].shape)
-                del quantised[key]
-                module = key.removesuffix(".weight")
-                quantised |= {f"{module}.{end}": part for end, part in parts.items()}
-                plain[key] = plain[key].astype(np.float32)
-            root = tmp_path_factory.mktemp("both")
-            quantised_raw = raw | {"quantization_config": CASES[name].config}
-            made[name] = (
-                write(root / "quantised", quantised_raw, quantised),
-                write(root / "plain", raw, plain),
-            )
+            case, folder = CASES[name], tmp_path_factory.mktemp("both")
+            takes = lambda key: "proj" in key or (case.head and "lm_head" in key)
+            made[name] = quantised_writing.write_both(floats, folder, case, takes)
         return made[name]
 
     return get
@@ -87,6 +59,7 @@ def test_weights_are_to_the_bit_those_of_the_formula(both, name):
     ):
         np.testing.assert_array_equal(actual, expected, err_msg=jax.tree_util.keystr(path))
     assert is_weight(quantised.params.layers[1].mixer.qkv)
+    assert is_weight(quantised.params.head) == CASES[name].head
     tokens = np.array([[1, 2, 3, 4, 5, 9, 7]])
     np.testing.assert_allclose(quantised.logits(tokens), plain.logits(tokens), rtol=1e-4, atol=2e-4)
     outlined = bytes_of(checkpoint.outline(both(name)[0])[1])
@@ -140,6 +113,11 @@ def test_group_numbers_of_gptq_count_without_desc_act(both, tmp_path):
         ("awq", {"group_size": 64}, r"qzeros is int32\[2, 8\], not int32\[1, 8\]"),
         ("gptq", {"group_size": "x"}, "group_size='x' must be -1, or a whole number"),
         ("gptq", {"desc_act": 1}, "desc_act=1 is not supported, only True or False"),
+        (
+            "gptq",
+            {"dynamic": {"+:.*up.*": {"bits": 8}}},
+            r"dynamic has '\+:.*' with settings of its",
+        ),
         ("fp8 blocks", {"weight_block_size": [0]}, r"weight_block_size=\[0\] must be two whole"),
         ("fp8 blocks", {"weight_block_size": [48, 24]}, "group_size 24 does not divide the 64"),
         ("w4a16", {"format": "marlin-24"}, "format='marlin-24' is not supported"),

@@ -12,6 +12,8 @@ import numpy as np
 from jspec.checkpoints.families.names import Entry, as_stored, matrix, nest
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.heads import vocabulary
+from jspec.checkpoints.quantised import formats, reading
+from jspec.checkpoints.quantised.stored import StoredTensor
 from jspec.models.decoder import DecoderConfig
 from jspec.sharding.placement import Placements
 
@@ -129,19 +131,26 @@ class HeadFormat:
     ) -> tuple[Any, Any]:
         """Return the config and the params of a head; None as dtype keeps that of the file.
 
-        ``placements`` returns those of its arrays; None for one device.
+        Tensors that ``raw`` has a format for stay quantised. ``placements`` returns those of its
+        arrays; None for one device.
         """
         config = self.read_config(raw, tensors, target, layout)
         of_arrays = placements and placements(config)
         selected = self.select(raw, tensors, config)
         entries = as_stored(self.layout(layout, config).table(config), selected)
+        selected = formats.opened(formats.of(raw), entries, selected, "the file")
         model_files.check_fit("the file", entries, selected)
         selected, draft_to_target = self.reduce(config, tensors, selected)
-        dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)
-        if of_arrays is None:
-            arrays = [jnp.asarray(entry.join(selected, dtype)) for entry in entries]
-        else:
-            arrays = [entry.read(selected, dtype, of_arrays(entry.path)) for entry in entries]
+        stored = (selected[name] for entry in entries for name in entry.names)
+        floats = (x.dtype for x in stored if not isinstance(x, StoredTensor))
+        dtype = model_files.known_dtype(dtype or next(floats))
+        arrays = []
+        for entry in entries:
+            placement = of_arrays and of_arrays(entry.path)
+            if placement is None and not reading.is_quantised(entry, selected):
+                arrays.append(jnp.asarray(entry.join(selected, dtype)))
+            else:
+                arrays.append(reading.read(entry, selected, dtype, placement))
         ids = draft_to_target
         if ids is not None:
             ids = of_arrays(("draft_to_target",)).put(ids) if of_arrays else jnp.asarray(ids)

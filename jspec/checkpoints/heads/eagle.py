@@ -57,8 +57,6 @@ _NETWORK_KEYS = (
     "rope_parameters",
     "original_max_position_embeddings",
     "partial_rotary_factor",
-    "quantization_config",
-    "compression_config",
 )
 _DEFAULT_TOKENS = 5  # drafted by a server without a setting
 # Switches of ``eagle_config`` that jspec does not implement, and their value in EAGLE-3.

@@ -30,6 +30,7 @@ from jspec.checkpoints.families import text_part
 from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
+from jspec.checkpoints.quantised import formats
 from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.mlp import GatedMlp
@@ -90,7 +91,7 @@ def _read_target(raw: dict) -> DecoderConfig:
             f"config.json is not a target's (model_type {shown(raw.get('model_type'))}); pass the "
             "target_config that the modules are for"
         )
-    return families.find(raw).read(raw)
+    return families.find(raw).read(formats.without(raw))
 
 
 def _select(_: dict, tensors: Tensors, config: MtpConfig) -> Tensors:

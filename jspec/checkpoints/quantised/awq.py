@@ -54,4 +54,4 @@ def read(raw: Mapping[str, Any]) -> Awq:
     shared.check(raw, "version", ("gemm", "GEMM"), "gemm")
     shared.check(raw, "zero_point", (True,), True)
     ignored = shared.names(raw, "modules_to_not_convert")
-    return Awq(shared.size_of_group(raw), ignored)
+    return Awq(shared.size_of_group(raw), (*ignored, shared.OUTPUT))

@@ -16,12 +16,15 @@ from jspec.util.values import is_whole
 Expected = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
 FLOATS = ("float32", "bfloat16", "float16")
 SCALES = FLOATS[::-1]
+OUTPUT = "lm_head"  # module of the output matrix, which most formats leave as it is
 
 
 class Format(abc.ABC):
     """A format as a config.json sets it; a frozen dataclass with ``ignored``."""
 
-    ignored: tuple[str, ...]  # names of modules, or parts of them, that are not quantised
+    # Names of modules, or parts of them, that are not quantised. Only outlines need them, because
+    # tensors that files have as floats are read as floats.
+    ignored: tuple[str, ...]
     rank = 2  # Axes of a tensor that is quantised; stacks have three.
 
     @abc.abstractmethod

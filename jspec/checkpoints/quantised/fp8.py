@@ -67,5 +67,5 @@ def read(raw: Mapping[str, Any]) -> Fp8:
     shared.check(raw, "scale_fmt", (None, "float", "ue8m0"))
     return Fp8(
         block=shared.block_of(raw, "weight_block_size") if has_blocks else None,
-        ignored=shared.names(raw, "modules_to_not_convert"),
+        ignored=(*shared.names(raw, "modules_to_not_convert"), shared.OUTPUT),
     )

@@ -9,6 +9,7 @@ import numpy as np
 from jspec.checkpoints.quantised import format as shared
 from jspec.checkpoints.quantised.format import SCALES, Expected, Format
 from jspec.checkpoints.quantised.stored import NIBBLES, Rows, StoredTensor, nibbles
+from jspec.util.messages import shown
 
 METHODS = ("gptq",)
 
@@ -78,5 +79,28 @@ def read(raw: Mapping[str, Any]) -> Gptq:
     kind = shared.check(raw, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     order = shared.check(raw, "desc_act", (True, False), False)
     size = shared.size_of_group(raw)
+    ignored = () if shared.check(raw, "lm_head", (True, False), False) else (shared.OUTPUT,)
     ones = {4: 0x11111111, 8: 0x01010101}[bits]
-    return Gptq(bits, size, order and size != -1, ones if kind == "gptq" else 0)
+    return Gptq(
+        bits=bits,
+        group_size=size,
+        act_order=order and size != -1,
+        plus=ones if kind == "gptq" else 0,
+        ignored=(*_excluded(raw), *ignored),
+    )
+
+
+def _excluded(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the patterns under ``dynamic`` of modules that are not quantised.
+
+    Raises:
+      ValueError: one that is quantised has settings of its own.
+    """
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ValueError(f"dynamic={shown(dynamic)} must be an object")
+    for name, settings in dynamic.items():
+        if settings and not name.startswith("-:"):
+            raise ValueError(f"dynamic has {shown(name)} with settings of its own, only -: is read")
+    patterns = [f"re:{name[2:]}" for name in dynamic if name.startswith("-:")]
+    return shared.names({"dynamic": patterns}, "dynamic")
