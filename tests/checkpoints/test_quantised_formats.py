@@ -43,8 +43,9 @@ def both(floats, tmp_path_factory):
     def get(name):
         if name not in made:
             case, folder = CASES[name], tmp_path_factory.mktemp("both")
-            takes = lambda key: "proj" in key or (case.head and "lm_head" in key)
-            made[name] = quantised_writing.write_both(floats, folder, case, takes)
+            made[name] = quantised_writing.write_both(
+                floats, folder, case, lambda key: "proj" in key or (case.head and "lm_head" in key)
+            )
         return made[name]
 
     return get

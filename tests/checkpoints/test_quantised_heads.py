@@ -49,6 +49,11 @@ def is_weight(leaf):
     return isinstance(leaf, Weight)
 
 
+def is_linear(key):
+    kept = "norm", "in_proj_a", "in_proj_b", "input_proj"
+    return ("proj" in key or key.endswith("fc.weight")) and not any(part in key for part in kept)
+
+
 def assert_equal_and_quantised(quantised, plain, least):
     """Compare the weights of two heads, of which the first has ``least`` or more quantised."""
     leaves = jax.tree.leaves(quantised.params, is_leaf=is_weight)
@@ -70,11 +75,8 @@ def test_modules_in_quantised_files_are_quantised_and_draft(tmp_path, kind, case
     config = mtp.config_for(target, mtp.natural_layout(target))
     weights = networks.loud(modules.init_params(jax.random.key(1), config))
     stitching.stitch(tmp_path / "stitched", plain, config, weights)
-    floats = "norm", "in_proj_a", "in_proj_b", "input_proj"
-    matrices = lambda key: "proj" in key or key == "mtp.fc.weight"
-    takes = lambda key: matrices(key) and not any(part in key for part in floats)
     quantised, plain = quantised_writing.write_both(
-        tmp_path / "stitched", tmp_path, CASES[case], takes
+        tmp_path / "stitched", tmp_path, CASES[case], is_linear
     )
     heads = [head_files.load_head(each, target, kind="mtp") for each in (quantised, plain)]
     assert_equal_and_quantised(*heads, least)
@@ -85,17 +87,17 @@ def test_modules_in_quantised_files_are_quantised_and_draft(tmp_path, kind, case
 @pytest.mark.parametrize("is_quantised", [True, False])
 def test_a_head_beside_a_quantised_target_may_be_quantised_itself(tmp_path, is_quantised):
     """The config.json of a head of floats may repeat the target's quantisation."""
-    takes = lambda key: "proj" in key or key == "fc.weight"
     target = quantised_writing.write_both(
-        saved(tmp_path / "target", PLAIN), tmp_path, CASES["w4a16"], takes
+        saved(tmp_path / "target", PLAIN), tmp_path, CASES["w4a16"], is_linear
     )[0]
     config = eagle.EagleConfig(PLAIN, 3, (0, 1), 64, 64, separate_head=True)
     config = dataclasses.replace(config, network=networks.changed(PLAIN, num_layers=1))
     params = networks.loud(eagle.init_params(jax.random.key(3), config))
     head_files.save_head(tmp_path / "head", config, params, PLAIN, target_name="target")
     (folder := tmp_path / "pair").mkdir()
-    takes_head = takes if is_quantised else lambda _: False
-    heads = quantised_writing.write_both(tmp_path / "head", folder, CASES["w8a8 fp8"], takes_head)
+    heads = quantised_writing.write_both(
+        tmp_path / "head", folder, CASES["w8a8 fp8"], lambda key: is_quantised and is_linear(key)
+    )
     both = [head_files.load_head(each, PLAIN) for each in heads]
     assert_equal_and_quantised(*both, 5 if is_quantised else 0)
     drafts = {"method": "eagle3", "model": str(heads[0]), "num_speculative_tokens": 3}
