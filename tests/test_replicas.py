@@ -13,7 +13,8 @@ import openai
 import pytest
 
 import jspec
-from tests import eight_devices, house, llm_fixtures, on_replicas
+from jspec.models.blocks.experts import Experts
+from tests import eight_devices, house, llm_fixtures, networks, on_replicas
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +101,12 @@ def test_a_server_of_two_engines_of_two_devices_answers_the_openai_client(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["certify", "bench", "tune"])
-def test_tools_measure_and_certify_the_split_target(root, tmp_path, tool):
-    model = str(llm_fixtures.checkpoints(root)["target"])
+def test_tools_measure_and_certify_the_split_target(tmp_path, tool):
+    experts = Experts(num_experts=4, experts_per_token=2, intermediate_size=16, shared_size=32)
+    model = tmp_path / "experts"
+    llm_fixtures.write_tokenizer(model)
+    target = networks.changed(llm_fixtures.TARGET, feed_forward=experts)
+    llm_fixtures.write_model(model, target, 0)
     prompts, results = tmp_path / "prompts.txt", tmp_path / "results.json"
     prompts.write_text("the quick brown")
     config = json.dumps(on_replicas.NGRAM)
@@ -111,13 +116,15 @@ def test_tools_measure_and_certify_the_split_target(root, tmp_path, tool):
         "tune": ["--config", "token_recycling", "--max-speculative-tokens", "2"],
     }[tool]
     words += ["--engine"] if tool == "certify" else ["--repeats", "1", "--questions", str(prompts)]
-    command = [sys.executable, "-m", "jspec", tool, "--model", model, *words, "--max-tokens", "8"]
-    command += ["--tensor-parallel-size", "2", "--json", str(results)]
+    words += ["--max-tokens", "8", "--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    command = [sys.executable, "-m", "jspec", tool, "--model", model, *words, "--json", results]
     ran = subprocess.run(
         command, cwd=house.ROOT, env=eight_devices.environment(), capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert int(json.loads(results.read_text())["setting"]["tensor_parallel_size"]) == 2
+    setting = json.loads(results.read_text())["setting"]
+    assert int(setting["tensor_parallel_size"]) == 2
+    assert str(setting["enable_expert_parallel"]) == "True"
 
 
 def is_ready(port: int) -> bool:

@@ -44,6 +44,7 @@ def bench(
     attention_backend: options.engine_option("attention_backend") = None,
     sampling_backend: options.engine_option("sampling_backend") = None,
     tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
+    enable_expert_parallel: options.engine_option("enable_expert_parallel") = False,
     data_parallel_size: options.engine_option("data_parallel_size") = 1,
     peers: option(bool, "Measure transformers too, if torch is installed.") = True,
     seed: options.NoiseSeed = 0,
@@ -62,13 +63,13 @@ def bench(
     check_output("--output", output, folder=True)
     check_output("--json", json_file)
     if output is not None:  # its results.json may be the same file
+        chart.check()
         written = (output, *(output / f"results.{kind}" for kind in ("md", "png", "html")))
         check_apart(*(("--output", path) for path in written), ("--json", json_file))
     if model is None:
         model, questions = str(demo.ASSETS / "target"), questions or [demo.PROMPT]
         if not config:
-            head = {key: demo.EAGLE3[key] for key in ("method", "model")}
-            config = [json.dumps(head), "ngram"]
+            config = [json.dumps({key: demo.EAGLE3[key] for key in ("method", "model")}), "ngram"]
             num_speculative_tokens = num_speculative_tokens or [_DEMO_K]
     settings = Settings(
         tuple(configs_of(config or [], num_speculative_tokens or [])),
@@ -83,12 +84,11 @@ def bench(
         attention_backend=attention_backend,
         sampling_backend=sampling_backend,
         tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         data_parallel_size=data_parallel_size,
         seed=seed,
     )
     asked = read(questions or [], num_questions)
-    if output is not None:
-        chart.check()
     about = environment.describe("jspec")
     programs.keep_compiled_programs()
 

@@ -39,6 +39,7 @@ def certify(
         bool, "Compare texts in a shared engine with those alone.", "--engine"
     ) = False,
     tensor_parallel_size: options.engine_option("tensor_parallel_size", **_PANEL) = 1,
+    enable_expert_parallel: options.engine_option("enable_expert_parallel", **_PANEL) = False,
     sampling_backend: options.engine_option("sampling_backend") = None,
     temperature: _sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
     top_p: _sampling(float | None, "1 keeps all tokens.") = None,
@@ -72,6 +73,7 @@ def certify(
             deterministic=deterministic,
             engine=engine,
             tensor_parallel_size=tensor_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
             sampling_backend=sampling_backend,
             temperature=temperature,
             top_k=top_k,

@@ -29,7 +29,7 @@ def generate(
     *,
     engine: options.engine(
         *("speculative_config", "dtype", "max_model_len", "deterministic"),
-        *("tensor_parallel_size", "data_parallel_size"),
+        *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
         changes={
             "max_model_len": {"help": "Longest sequence, prompt included."},
             "deterministic": {"help": "Equal logits for every batch and draft; slower."},

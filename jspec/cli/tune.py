@@ -38,6 +38,7 @@ def tune(
     repeats: option(int, "Undisturbed samples of each measurement.") = 5,
     dtype: options.Dtype = "auto",
     tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
+    enable_expert_parallel: options.engine_option("enable_expert_parallel") = False,
     seed: options.NoiseSeed = 0,
     output: option(
         Path | None, "File for the speculative_config, by batch size if there are several."
@@ -46,10 +47,9 @@ def tune(
 ) -> None:
     """Find the fastest speculative_config for your prompts; Ctrl-C keeps finished batch sizes."""
     model = options.model_of(model, model_flag)
-    outputs = ("--output", output), ("--json", json_file)
-    for name, path in outputs:
-        check_output(name, path)
-    check_apart(*outputs)
+    check_output("--output", output)
+    check_output("--json", json_file)
+    check_apart(("--output", output), ("--json", json_file))
     from jspec.cli import demo
     from jspec.engine import programs
     from jspec.tools.bench import environment, files
@@ -80,6 +80,7 @@ def tune(
         repeats=repeats,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         seed=seed,
     )
     asked = read(questions or [], num_questions)

@@ -63,7 +63,7 @@ def bench(
     """
     on_step("loading")
     target = loaded(model, settings)
-    plain = LLM(target, tensor_parallel_size=settings.tensor_parallel_size)
+    plain = LLM(target, **settings.split)
     backends = Backends(settings.attention_backend, settings.sampling_backend)
     for given in settings.configs:  # errors of the last config must not come after hours
         build_plan(target, config.read(given), dtype=settings.dtype, backends=backends)
@@ -214,8 +214,8 @@ class CaseTable:
                 max_num_seqs=case.batch_size,
                 attention_backend=settings.attention_backend,
                 sampling_backend=settings.sampling_backend if given else None,
-                tensor_parallel_size=settings.tensor_parallel_size,
                 data_parallel_size=settings.data_parallel_size,
+                **settings.split,
             )
             while name in names:
                 name += "'"

@@ -45,6 +45,7 @@ class CommonSettings:
       patience: further turns to wait for such samples while other processes use the machine.
       dtype: of weights, as in ``LLM``.
       tensor_parallel_size: devices of an engine, as in ``LLM``.
+      enable_expert_parallel: as in ``LLM``.
       seed: of all noise.
 
     Raises:
@@ -60,6 +61,7 @@ class CommonSettings:
     patience: int = 2
     dtype: str | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -72,6 +74,12 @@ class CommonSettings:
         check_once("batch_sizes", self.batch_sizes)
         if not is_whole(self.seed, 0, _LARGEST_SEED):  # -1 would mean no seed
             raise ValueError(f"seed={shown(self.seed)} must be a whole number from 0 to 2**63 - 1.")
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """The arguments of ``LLM`` by which devices share the target."""
+        names = "tensor_parallel_size", "enable_expert_parallel"
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)

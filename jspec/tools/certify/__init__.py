@@ -46,6 +46,7 @@ def certify(
     deterministic: bool = False,
     engine: bool = False,
     tensor_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
     sampling_backend: str | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -68,14 +69,13 @@ def certify(
       tree: of the enumerated drafts, as in ``distribution``. Without ``model``.
       model: of the target, as for ``LLM``; None to certify rules.
       speculative_config: as for ``LLM``. With ``model``, like all arguments to
-        ``tensor_parallel_size``.
+        ``enable_expert_parallel``.
       prompts: as for ``LLM.generate``; None for jspec's own.
       max_tokens: of each continuation; None for 64.
       dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared; None for 4096.
-      deterministic: as for ``LLM``.
       engine: whether to compare texts in a shared engine with those of each sequence alone.
-      tensor_parallel_size: as for ``LLM``.
+      deterministic, tensor_parallel_size, enable_expert_parallel: as for ``LLM``.
       sampling_backend: as for ``LLM``. Without ``model``: the rules "rejection" and "block" by its
         kernel, interpreted on a device that does not run it.
       temperature: of sampled texts, more than 0. If all four are None: several combinations for
@@ -95,9 +95,9 @@ def certify(
     device = {"device": kind, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     run = _set(prompts=prompts, max_tokens=max_tokens, dtype=dtype, num_drafts=num_drafts)
-    run |= {"deterministic": True} if deterministic else {}
-    run |= {"engine": True} if engine else {}
+    run |= _set(deterministic=deterministic or None, engine=engine or None)
     run |= {"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size != 1 else {}
+    run |= _set(enable_expert_parallel=enable_expert_parallel or None)
     if model is None:
         misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")

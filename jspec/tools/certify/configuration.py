@@ -53,15 +53,14 @@ def of_model(
     max_tokens: int = 64,
     dtype: str | None = None,
     num_drafts: int = NUM_DRAFTS,
-    deterministic: bool = False,
     engine: bool = False,
-    tensor_parallel_size: int = 1,
-    sampling_backend: str | None = None,
+    **settings: Any,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
     """Certify a configuration; return the findings, remarks as ``of_plan``, and the setting.
 
     Arguments are those of ``certify``, checked before any model is opened. ``sampling`` holds
-    temperature, top_k, top_p, min_p and the seed.
+    temperature, top_k, top_p, min_p and the seed, and ``settings`` those of ``EngineArgs`` that
+    were given.
 
     Raises:
       ValueError: a value is out of range, a prompt does not fit the model, or as ``LLM`` does.
@@ -72,11 +71,7 @@ def of_model(
             "such as {'method': 'ngram', 'num_speculative_tokens': 4}."
         )
     check_number(num_drafts)
-    args = EngineArgs(
-        deterministic=deterministic,
-        tensor_parallel_size=tensor_parallel_size,
-        sampling_backend=sampling_backend,
-    )
+    args = EngineArgs(**settings)
     row = SequenceParams((0,), max_tokens=max_tokens, **{"temperature": TEMPERATURE, **sampling})
     if not row.temperature > 0:
         raise ValueError(
@@ -91,9 +86,10 @@ def of_model(
         model,
         speculative,
         dtype=dtype,
-        deterministic=deterministic,
-        backends=Backends(sampling=sampling_backend),
+        deterministic=args.deterministic,
+        backends=Backends(sampling=args.sampling_backend),
         mesh=mesh_lib.make(args.tensor_parallel_size),
+        expert_parallel=args.enable_expert_parallel,
     )
     eos = build.model.eos_token_ids
     rows = [
@@ -116,9 +112,7 @@ def of_model(
         "speculative_config": json.dumps(dict(speculative_config), default=str),
         "prompts": str(len(rows)),
         "max_tokens": str(max_tokens),
-        **({"deterministic": "True"} if deterministic else {}),
-        **({"sampling_backend": sampling_backend} if sampling_backend else {}),
-        **({"tensor_parallel_size": str(ways)} if (ways := args.tensor_parallel_size) > 1 else {}),
+        **{name: str(value) for name, value in settings.items()},
         "temperature": f"{row.temperature:g}",
         **{name: f"{value:g}" for name, value in sampling.items()},
     }

@@ -75,11 +75,18 @@ class Family:
     target: LoadedModel  # the target model
     dtype: str | None  # dtype of weights
     mesh: Mesh | None = None  # devices that the target is split among
+    by_experts: bool = False  # whether they have some experts each
 
     def build(self, config_: Mapping[str, Any]) -> Build:
         """Return the plan and the weights of one of the family's configs."""
         given = config.read({**config_, **self.opened})
-        return build_plan(self.target, given, dtype=self.dtype, mesh=self.mesh)
+        return build_plan(
+            self.target,
+            given,
+            dtype=self.dtype,
+            mesh=self.mesh,
+            expert_parallel=self.by_experts,
+        )
 
     def chain(self, depth: int) -> Candidate:
         """Return the chain of K = ``depth``."""
@@ -136,7 +143,17 @@ def _family(given: Mapping[str, Any], target: LoadedModel, settings: Settings) -
             read.model, target.config, kind=read.method, dtype=settings.dtype
         )
     mesh = mesh_lib.make(settings.tensor_parallel_size)
-    family = Family(name_of(given), given, opened, None, False, target, settings.dtype, mesh)
+    family = Family(
+        name_of(given),
+        given,
+        opened,
+        None,
+        False,
+        target,
+        settings.dtype,
+        mesh,
+        settings.enable_expert_parallel,
+    )
     if _is_fixed(given):
         family.build(given)  # raises before anything is measured
         return family

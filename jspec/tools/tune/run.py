@@ -52,7 +52,7 @@ def tune(
     target = loaded(model, settings)
     families = families_of(target, settings)
     requests, left_out = answered_by(
-        LLM(target, tensor_parallel_size=settings.tensor_parallel_size),
+        LLM(target, **settings.split),
         questions,
         max_tokens=settings.max_tokens,
         prompt_tokens=settings.prompt_tokens,

@@ -156,7 +156,7 @@ class Search:
             config,
             dtype=family.dtype,
             max_num_seqs=self._case.batch_size,
-            tensor_parallel_size=self._settings.tensor_parallel_size,
+            **self._settings.split,
         )
         run = Ours(llm, self._case, self._requests)
         run()
