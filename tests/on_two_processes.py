@@ -59,7 +59,7 @@ def louder(model: str, ways: int) -> Any:
 
 def main():
     case, model, port, index = sys.argv[1:]
-    drafter, settings = CASES["few" if case == "runs" else case]
+    drafter, settings = CASES.get(case, CASES["few"])
     llm = jspec.LLM(
         model,
         drafter,
@@ -72,6 +72,8 @@ def main():
     while case == "runs":
         llm.generate(PROMPTS)
         print("runs", flush=True)
+    if case == "fails":
+        raise KeyError(case)
     several, alone = texts(llm, settings), jspec.LLM(model, drafter, **SMALL)
     one = texts(alone, settings)
     if case == "more":

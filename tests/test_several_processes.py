@@ -57,10 +57,10 @@ def scripts(case, model):
     return [("tests.on_two_processes", case, model, port, index) for index in (0, 1)]
 
 
-def servers(model, *more):
+def servers(model, *more, http=0):
     """Return commands of two servers, of which the second one has more flags."""
     port = free_port()
-    of_all = "--coordinator", f"localhost:{port}", "--num-processes", 2, "--port", 0
+    of_all = "--coordinator", f"localhost:{port}", "--num-processes", 2, "--port", http
     one = "jspec", "serve", model, *SERVED, *of_all
     return [(*one, "--process-id", 0), (*one, "--process-id", 1, *more)]
 
@@ -106,6 +106,22 @@ def test_a_process_that_is_killed_ends_the_other_one(target, killed):
         f"jspec: process {killed} of 2 has ended, so process {1 - killed} ends too; start all of "
         "them again."
     ]
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_script_of_the_first_process_is_an_error_of_all(target):
+    with pair(*scripts("fails", target)) as processes:
+        codes, lines, _ = ends(processes)
+    assert codes == [1, 1] and lines[0] == "KeyError: 'fails'"
+
+
+@pytest.mark.slow
+def test_a_taken_port_ends_both_processes_before_the_model_is_loaded(tmp_path):
+    with socket.create_server(("localhost", 0)) as taken:
+        commands = servers(tmp_path, http=taken.getsockname()[1])
+        with pair(*commands) as processes:
+            codes, lines, _ = ends(processes)
+    assert codes == [2, 2] and all("Address already in use" in line for line in lines), lines
 
 
 @pytest.mark.slow

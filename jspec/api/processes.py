@@ -116,8 +116,8 @@ def follow(
     """Run what the first process runs, until it ends; then raise SystemExit."""
     with mesh_lib.on(mesh):
         pool = make_pool(params)
-        channel.follow(Worker(plan, params, shared=init_shared(plan), pool=pool), pool)
-    raise SystemExit(0)
+        worker = Worker(plan, params, shared=init_shared(plan), pool=pool)
+        raise SystemExit(channel.follow(worker, pool))
 
 
 def _arguments(args: EngineArgs) -> dict[str, str]:

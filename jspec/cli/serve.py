@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import typer
 from rich.console import Console
 
 from jspec.api import engine_args
+from jspec.api.engine_args import EngineArgs
 from jspec.cli import arguments, options, server_options, stages
 from jspec.cli.server_options import Address, Answers
 from jspec.util import neutral
@@ -199,9 +202,9 @@ def serve(
     write = logs.write_json if operation.log_format == "json" else None
     with stages.Stages(Console(stderr=True), write) as stage:
         stage.begin("loading")
+        bound = bound or _bound_in_first(engine, network.bound)
         with logs.written(stage.note):
             llm, name = server_options.loaded(model, engine)
-        bound = bound or network.bound()
         settings = server_options.settings_of(
             llm,
             model_names=tuple(address.served_model_name or [name]),
@@ -235,6 +238,15 @@ def serve(
         )
     if tracer is not None:
         tracer.close()
+
+
+def _bound_in_first(engine: EngineArgs, bind: Callable[[], socket.socket]) -> socket.socket | None:
+    """Return the socket of the first process, and None in others; an error ends all of them."""
+    from jspec.api import processes
+
+    channel = processes.join(engine)
+    with processes.together(channel):
+        return None if channel is not None and channel.index else bind()
 
 
 def _file(flag: str, path: Path | None) -> str | None:

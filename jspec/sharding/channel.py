@@ -19,12 +19,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-from jspec.util.processes import exit_at_once
+from jspec.util.processes import exit_at_once, exit_code
 
-_END, _FAILED = "end", "failed"  # messages of the first process beside calls
+_FAILED = "failed"  # message of the first process beside calls and the end
 _FAULT_SECONDS = 10  # longest time between the failures of two processes in the same call
+
+
+class _End(NamedTuple):
+    """The last message of a process: the exit code for those that follow."""
+
+    code: int
 
 
 class Replica:
@@ -74,7 +80,10 @@ class Channel:
         """Return the values of all processes, in their order, in each of them."""
         if self.index:
             self._send(value)
-            return self._inboxes[0].get()
+            values = self._inboxes[0].get()
+            if isinstance(values, _End):
+                raise SystemExit(values.code)
+            return values
         values = [value, *(self._inboxes[number].get() for number in sorted(self._peers))]
         self._send(values)
         return values
@@ -136,14 +145,14 @@ class Channel:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 if is_planned:
-                    peer.send_bytes(pickle.dumps(_END))
+                    peer.send_bytes(pickle.dumps(_End(exit_code())))
                 with socket.fromfd(peer.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
                     copy.shutdown(socket.SHUT_RDWR)
 
     # -------------------------------------------------------------------------- the other processes
 
-    def follow(self, *replicas: Replica | None) -> None:
-        """Run what the first process sends, until it ends.
+    def follow(self, *replicas: Replica | None) -> int:
+        """Run what the first process sends, until it ends; return the exit code that it has.
 
         A call that fails here must fail there too. SIGTERM and Ctrl-C reach all processes; this
         one goes on until the first process has drained, unless they come again.
@@ -155,7 +164,7 @@ class Channel:
         with _patient():
             inbox = self._inboxes[0]
             message = inbox.get()
-            while message != _END:
+            while not isinstance(message, _End):
                 name, method, given, named = message
                 fault = None
                 try:
@@ -171,6 +180,7 @@ class Channel:
                     raise RuntimeError(f"{name}.{method} failed {where} alone.") from fault
                 if message == _FAILED:
                     message = inbox.get()
+        return message.code
 
     # -------------------------------------------------------------------------------- the network
 
@@ -183,7 +193,7 @@ class Channel:
         """Receive the messages of a process, and end this one if that ends unexpectedly."""
         try:
             message = None
-            while message != _END:
+            while not isinstance(message, _End):
                 message = pickle.loads(self._peers[number].recv_bytes())
                 self._inboxes[number].put(message)
         except (EOFError, OSError):

@@ -1,5 +1,6 @@
 """Several processes of one run, each with devices of its own: how they find each other."""
 
+import functools
 import pickle
 import secrets
 import socket
@@ -32,8 +33,9 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         jax.distributed.initialize(coordinator, num_processes, process_id)
 
 
+@functools.cache
 def connect(host: str | None) -> Channel:
-    """Connect the processes of ``jax.distributed``.
+    """Connect the processes of ``jax.distributed``; again, it is the same channel.
 
     ``host`` is the address of the first one; None for that in its network.
 
