@@ -62,9 +62,13 @@ def _by_evidence(backend: Backend, *arrays: Array | None) -> bool:
     return is_listed and not backend.refusal("tree_attention", *arrays)
 
 
-def _on_gpu(backend: Backend, *arrays: Array) -> bool:
-    """Return whether a GPU takes such arrays, for a kernel that is better wherever it runs."""
-    return jax.default_backend() == "gpu" and not backend.refusal("grouped_matmul", *arrays)
+def _on_gpu(operation: str) -> Callable[..., bool]:
+    """Return whether a GPU takes some arrays, for a kernel that is better wherever it runs."""
+
+    def takes(backend: Backend, *arrays: Array | None) -> bool:
+        return jax.default_backend() == "gpu" and not backend.refusal(operation, *arrays)
+
+    return takes
 
 
 # The back-ends of every operation. The first default for the platform and the arrays runs, or the
@@ -79,7 +83,16 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "reference"),
     ),
     "grouped_matmul": (
-        Backend("pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu, refuses=True),
+        Backend(
+            "pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu("grouped_matmul"), refuses=True
+        ),
+        Backend("xla", "xla", default=lambda *_: True),
+        Backend("reference", "reference"),
+    ),
+    "quantized_matmul": (
+        Backend(
+            "pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu("quantized_matmul"), refuses=True
+        ),
         Backend("xla", "xla", default=lambda *_: True),
         Backend("reference", "reference"),
     ),
@@ -127,6 +140,24 @@ def grouped_matmul(
     chosen = backends_for("grouped_matmul", implementation, x, weights, sizes)
     forms = {each.platform: each.load("grouped_matmul").grouped_matmul for each in chosen}
     return _by_platform(forms)(x, weights, sizes)
+
+
+def quantized_matmul(
+    x: Array,
+    values: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> Array:
+    """Return the product of rows with a quantised matrix, on one device; see the reference.
+
+    Raises:
+      ValueError: ``implementation`` is unknown or does not support this matrix or so many rows.
+    """
+    chosen = backends_for("quantized_matmul", implementation, x, values, scales, zeros)
+    forms = {each.platform: each.load("quantized_matmul").quantized_matmul for each in chosen}
+    return _by_platform(forms)(x, values, scales, zeros)
 
 
 def has_kernel(operation: str, implementation: str | None, *arrays: Array | None) -> bool:

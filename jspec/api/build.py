@@ -22,7 +22,7 @@ from jspec.drafters.draft_model import vocabularies
 from jspec.drafters.draft_model.vocabularies import SharedVocabulary
 from jspec.engine.memory_plan import MemoryPlan
 from jspec.engine.plan import Plan
-from jspec.models import partition
+from jspec.models import partition, quantised
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.sharding import mesh as mesh_lib
@@ -103,6 +103,8 @@ class Outline:
         part, weights = _load(self.part, loaded, settings, loading.load)
         plan = _plan(part.split(settings), split, settings.deterministic, settings.backends)
         weights = _separate_weights(part, plan.drafter, weights, loaded)
+        if settings.backends.attention == "xla":
+            loaded = loaded.with_params(quantised.by_xla(loaded.params))
         params = Params(loaded.params, part.placed(weights, settings))
         return Build(loaded, settings.tokenizer, self.max_model_len, plan, params)
 
@@ -319,7 +321,9 @@ def _load(
     placements = settings.placements_of(part.network)
     speculative = part.speculative
     draft = load(speculative.model, settings.draft_dtype, placements, speculative.quantization)
-    weights = draft.params
+    weights = (
+        quantised.by_xla(draft.params) if speculative.attention_backend == "xla" else draft.params
+    )
     if part.vocabulary:
         weights = part.vocabulary.translating(weights, target.config.vocab_size)
     return dataclasses.replace(part, network=draft.config), weights

@@ -23,6 +23,7 @@ from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, columns_from
 
 _BLOCK = 1 << 17  # numbers of a block on a CPU
+KERNEL_ROWS = 128  # Kernels take no more rows: for many, a matrix that is multiplied out is faster.
 NIBBLES = ("int4", "uint4", "float4_e2m1fn")  # Values of these names take half a byte.
 
 
@@ -103,7 +104,7 @@ class Quantized(Weight):
         rows = x.reshape(-1, x.shape[-1])
         if self.axis == (-1 if transposed else -2):
             rows = rows if self.order is None else rows[:, self.order]
-            out = self._over_groups(rows)
+            out = self.over_groups(rows)
         else:
             out = self._to_groups(rows)
             out = out if self.order is None else out[:, jnp.argsort(self.order)]
@@ -165,11 +166,11 @@ class Quantized(Weight):
             bias = -below if bias is None else bias - below
         return bias
 
-    def _over_groups(self, rows: Array) -> Array:
-        """Return the product of rows [T, I] that sums over the axis of the groups."""
+    def over_groups(self, rows: Array) -> Array:
+        """Return the product of rows [T, I], already in ``order``, that sums over the groups."""
         if sharding.num_shards() > 1:  # Devices would exchange blocks.
-            return _grouped_product(rows, self)
-        return lax.platform_dependent(rows, self, cpu=_product_by_blocks, default=_grouped_product)
+            return grouped_product(rows, self)
+        return lax.platform_dependent(rows, self, cpu=_product_by_blocks, default=grouped_product)
 
     def _to_groups(self, rows: Array) -> Array:
         """Return the product of rows [T, O] whose outputs are the axis of the groups."""
@@ -235,7 +236,7 @@ def _einsum(equation: str, x: Array, w: Array) -> Array:
     )
 
 
-def _grouped_product(rows: Array, weight: Quantized) -> Array:
+def grouped_product(rows: Array, weight: Quantized) -> Array:
     """Return the product of rows [T, I], of each group by itself; sums are scaled.
 
     The sums of all groups are [G, T, O] in float32. For many rows they would take more memory than

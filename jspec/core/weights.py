@@ -131,11 +131,14 @@ def columns_from(
 
 def size_of(array: Any) -> int:
     """Return the bytes of an array, or of its shape; values may take half a byte."""
-    dtype = array.dtype
+    return math.prod(array.shape) * bits_of(array.dtype) // 8
+
+
+def bits_of(dtype: jnp.dtype) -> int:
+    """Return the bits of a number."""
     kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else None
     kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else kind
-    bits = kind(dtype).bits if kind else 8 * dtype.itemsize
-    return math.prod(array.shape) * bits // 8
+    return kind(dtype).bits if kind else 8 * dtype.itemsize
 
 
 def weights_of(params: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.kernels.tree_attention.pallas_gpu import wrong_device
+from jspec.kernels.hopper import smem, wrong_device
 
 Array = jax.Array
 
@@ -95,14 +95,16 @@ def grouped_matmul(
     items = items_of(sizes, rows)
     x = jnp.pad(x.astype(weights.dtype), ((0, TILE_ROWS), (0, 0)))
     options = {} if interpret is None else {"interpret": interpret}
+    swizzle = min(blocks.depth * weights.dtype.itemsize, 128)
+    staged = lambda *shape: smem(*shape, weights.dtype, blocks.stages, swizzle=swizzle)
     out = plgpu.kernel(
         functools.partial(_kernel, blocks=blocks),
         out_type=jax.ShapeDtypeStruct((rows, columns), jnp.float32),
         grid=(len(items.group), columns // blocks.columns),
         grid_names=("item", "tile"),
         scratch_types=[
-            _smem(TILE_ROWS, blocks.depth, weights.dtype, blocks),
-            _smem(blocks.depth, blocks.columns, weights.dtype, blocks),
+            staged(TILE_ROWS, blocks.depth),
+            staged(blocks.depth, blocks.columns),
             plgpu.SMEM((TILE_ROWS, blocks.columns), jnp.float32),
             plgpu.Barrier(num_barriers=blocks.stages),
             plgpu.Barrier(num_barriers=blocks.stages),
@@ -111,15 +113,6 @@ def grouped_matmul(
     )(*items, x, weights)
     # The kernel leaves rows of no group as they are.
     return jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), out, 0)
-
-
-def _smem(size: int, width: int, dtype: jnp.dtype, blocks: Blocks) -> plgpu.SMEM:
-    """Shared memory [stages, size, width] for TMA and wgmma, whose operands have one swizzle."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(blocks.depth * itemsize, 128)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    transforms = (tiling, plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM((blocks.stages, size, width), dtype, transforms=transforms)
 
 
 def _kernel(group, begin, count, x, weights, out, x_s, weights_s, out_s, *ready, blocks):

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec.kernels.hopper import MULTIPROCESSORS, NO_INDEX, smem, wrong_device
 from jspec.kernels.tree_attention import layout
 from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 
@@ -30,11 +31,8 @@ Array = jax.Array
 TILE_ROWS = 64  # rows of a wgmma
 PAGE_MULTIPLE = 64  # a block of the cache lies in one page
 FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # sizes of a head: depth of wgmma, limit of shared memory
-MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
 LOG2_E = math.log2(math.e)
-# JAX 0.10 needs an index argument even for an indexed reference; 0.12 takes none.
-NO_INDEX = {"idx": None} if jax.__version_info__ < (0, 11) else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +65,6 @@ def refusal(
     if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
         return wrong
     return layout.refusal(tree_k, cache_k, ("bfloat16",))
-
-
-def wrong_device(device: jax.Device) -> str | None:
-    """Return the reason why a GPU does not run the kernel: only Hopper has wgmma."""
-    if device.compute_capability.split(".")[0] == "9":
-        return None
-    capability = f"{device.compute_capability} ({device.device_kind})"
-    return f"needs a GPU of compute capability 9 (Hopper), not {capability}; take another"
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -147,9 +137,9 @@ def _call(body, arrays, rows, written, blocks, interpret):
     """Return results [B, Hkv, C, written, D] and logs of their sums [B, Hkv, C, R], in float32."""
     batch, kv_heads, padded, dim = rows.shape
     shape = (batch, kv_heads, blocks.splits)
-    queries, results = _smem(TILE_ROWS, dim, rows.dtype), _smem(TILE_ROWS, dim, jnp.float32)
-    staged = _smem(blocks.slots, dim, rows.dtype, blocks.stages)
-    weights = () if blocks.weights_in_registers else (_smem(TILE_ROWS, blocks.slots, rows.dtype),)
+    queries, results = smem(TILE_ROWS, dim, rows.dtype), smem(TILE_ROWS, dim, jnp.float32)
+    staged = smem(blocks.slots, dim, rows.dtype, blocks.stages)
+    weights = () if blocks.weights_in_registers else (smem(TILE_ROWS, blocks.slots, rows.dtype),)
     options = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
         body,
@@ -173,15 +163,6 @@ def _call(body, arrays, rows, written, blocks, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
     )(*arrays)
-
-
-def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
-    """Shared memory [*lead, size, width] for TMA and wgmma, with the widest swizzle that fits."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64, 32) if width * itemsize % size == 0)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    shape = (*lead, size, width)
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def _kernel(*refs, blocks, window, soft_cap, has_pages):

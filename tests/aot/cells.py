@@ -33,6 +33,7 @@ from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
+from jspec.models.quantised import for_kernel
 from jspec.sharding import TENSOR
 from jspec.sharding import mesh as mesh_lib
 from jspec.util.cache_dtypes import NAMES
@@ -43,6 +44,7 @@ MAX_MODEL_LEN = 16384  # Tokens that the table of pages has room for, in each ro
 DRAFT_VOCABULARY = 32000  # as of the published EAGLE-3 heads
 KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 EXPERT_KERNELS = {"tpu": "xla", "cuda": "pallas_gpu"}
+QUANTIZED_KERNELS = {"cuda": "pallas_gpu"}
 
 
 class Model(NamedTuple):
@@ -287,7 +289,8 @@ def trace(
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, windowed=windowed)
-    params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization))
+    kernel = QUANTIZED_KERNELS.get(platform) if cell.attention == "kernel" else None
+    params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization, kernel))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
     request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
@@ -324,11 +327,13 @@ def trace(
     )
 
 
-def params_of(plan: Plan, quantization: str | None = None) -> Params:
+def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = None) -> Params:
+    """Return random weights; ``kernel`` multiplies the quantised ones."""
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
-        narrow = lambda x: quantize(x, SCHEMES[quantization]) if x.ndim == 2 else x
+        made = functools.partial(quantize, scheme=SCHEMES[quantization], swapped=kernel is not None)
+        narrow = lambda x: for_kernel(made(x), kernel) if x.ndim == 2 else x
         target = target.replace(layers=jax.tree.map(narrow, target.layers))
     if isinstance(plan.drafter, NoDrafter):
         return Params(target, None)

@@ -20,6 +20,7 @@ from jspec.engine.loop import DecodeState, init_shared, launch, prefill
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.kernels.grouped_matmul.shapes import CASES as EXPERTS
+from jspec.kernels.quantized_matmul.shapes import CASES as MATRICES
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
@@ -137,6 +138,9 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name in EXPERTS:
             program = functools.partial(grouped_matmul, name, EXPERT_KERNELS[platform])
             programs_by_name[f"grouped_matmul, {name}"] = Program(program)
+        for name in MATRICES if platform == "cuda" else ():
+            program = functools.partial(quantized_matmul, name, kernel)
+            programs_by_name[f"quantized_matmul, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(platform, None).items()}
     paged = {}
     if num_devices == 1:
@@ -220,6 +224,13 @@ def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) ->
     sizes = shape((case.experts,), jnp.int32)
     multiply = functools.partial(ops.grouped_matmul, implementation=implementation)
     return jax.jit(multiply).trace(*put((x, weights, sizes), weights=True))
+
+
+def quantized_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:
+    """Trace a case of the kernel tests."""
+    arrays = MATRICES[name].arrays()
+    multiply = functools.partial(ops.quantized_matmul, implementation=implementation)
+    return jax.jit(multiply).trace(*put(arrays, weights=True))
 
 
 def plans(platform: str, implementation: str | None) -> dict[str, Plan]:

@@ -12,6 +12,7 @@ from jspec.checkpoints.families.names import Entry
 from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array
+from jspec.models.quantised import for_kernel
 from jspec.sharding.placement import Placement
 from jspec.util.messages import did_you_mean, shown
 
@@ -65,8 +66,9 @@ def quantised(
     """Return the weight of an entry as a scheme has it, at its placement."""
     if scheme is None or not takes(entry):
         return weight
-    on_cpu = jax.default_backend() == "cpu"
-    made = quantize(as_array(weight), scheme, swapped=on_cpu and placement is None, packed=on_cpu)
+    here, whole = jax.default_backend(), as_array(weight)
+    swapped = placement is None and (here == "cpu" or (here == "gpu" and whole.ndim == 2))
+    made = for_kernel(quantize(whole, scheme, swapped=swapped, packed=here == "cpu"))
     if placement is not None:
         rank = len(made.shape)
         made = jax.tree.map(

@@ -13,6 +13,7 @@ from jspec.checkpoints.quantised.stored import NIBBLES, StoredTensor
 from jspec.core.quantized import Factors, Joined, Quantized, stored_nibbles
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight
+from jspec.models.quantised import for_kernel
 from jspec.sharding.placement import Placement
 
 
@@ -67,8 +68,9 @@ def _made(
     shapes: bool,
 ) -> Weight:
     first = tensors[entry.names[0]]
-    on_cpu = jax.default_backend() == "cpu" and placement is None
-    swapped = on_cpu and entry.transpose
+    here = jax.default_backend() if placement is None else None
+    on_cpu = here == "cpu"
+    swapped = entry.transpose and (on_cpu or (here == "gpu" and not entry.stack))
     laid = dataclasses.replace(entry, transpose=entry.transpose and not swapped)
     axis = -2 if laid.transpose else -1
     groups = first.arrays["scales"].shape[-1]
@@ -106,7 +108,7 @@ def _made(
         else "",
     )
     weight = Transposed(weight) if swapped else weight
-    return weight if shapes else jax.block_until_ready(weight)
+    return weight if shapes else jax.block_until_ready(for_kernel(weight))
 
 
 def _of_array(entry: Entry, tensors: Mapping[str, StoredTensor], name: str) -> Entry:

@@ -1,0 +1,26 @@
+"""The specification of the product with a quantised matrix, dense and unoptimised."""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def quantized_matmul(x: Array, values: Array, scales: Array, zeros: Array | None = None) -> Array:
+    """Return the product of rows with a matrix whose inputs are quantised in groups.
+
+    Args:
+      x: [T, I], rounded to bfloat16.
+      values: [O, I], whole numbers or floats of 4 or 8 bits.
+      scales: [O, G], one for each I / G values that follow each other.
+      zeros: [O, G] whole numbers, subtracted from values; None for none.
+
+    Returns:
+      [T, O], accumulated in float32; sums of groups are scaled.
+    """
+    rows = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(len(x), scales.shape[1], -1)
+    apart = values.astype(jnp.float32).reshape(*scales.shape, -1)
+    if zeros is not None:
+        apart = apart - zeros.astype(jnp.float32)[..., None]
+    sums = jnp.einsum("tgi,ogi->tog", rows, apart, precision=jax.lax.Precision.HIGHEST)
+    return (sums * scales.astype(jnp.float32)).sum(-1)

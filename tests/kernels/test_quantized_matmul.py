@@ -1,0 +1,183 @@
+"""The product with a quantised matrix: every back-end is the reference, and weights choose one.
+
+Mosaic GPU's interpreter simulates memory, copies and barriers, and catches races. It simulates no
+layout of registers: the conversions to the operands of wgmma are only compiled.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import ops
+from jspec.checkpoints.quantised import on_the_fly
+from jspec.core.quantized import SCHEMES, Factors, Quantized, quantize
+from jspec.core.weights import Transposed, as_stored
+from jspec.kernels.quantized_matmul import pallas_gpu, reference, xla
+from jspec.kernels.quantized_matmul.shapes import CASES
+from jspec.models.quantised import ForKernel, by_xla, for_kernel
+
+interpreting = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+
+# Rows, outputs, inputs, groups, dtype of values, dtype of zero points, splits.
+FORMS = {
+    "int4 in groups, two splits": (5, 128, 384, 3, "int4", None, 2),
+    "int4 with zeros in small groups": (9, 64, 192, 3, "int4", "int8", 1),
+    "int8 by channel, more splits than fit": (40, 64, 256, 1, "int8", None, 2),
+    "int8 with zeros": (1, 64, 256, 2, "int8", "bfloat16", 1),
+    "fp8 by channel": (3, 64, 256, 1, "float8_e4m3fn", None, 1),
+    "fp8 in blocks": (16, 64, 256, 2, "float8_e5m2", None, 2),
+}
+
+
+def arguments(rows, outputs, inputs, groups, values, zeros):
+    keys = jax.random.split(jax.random.key(rows), 4)
+    sizes = 100.0 ** (jnp.arange(rows)[:, None] % 5)  # Rows are scaled apart.
+    draw = lambda key, shape: jax.random.randint(key, shape, -8, 8)
+    return (
+        (sizes * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16),
+        draw(keys[1], (outputs, inputs)).astype(values),
+        jax.random.normal(keys[2], (outputs, groups)).astype(jnp.bfloat16),
+        None if zeros is None else draw(keys[3], (outputs, groups)).astype(zeros),
+    )
+
+
+def close(result, expected):
+    """Compare each row by its own largest number."""
+    error = np.abs(np.asarray(result) - expected).max(1)
+    np.testing.assert_array_less(error, 1e-5 * np.abs(expected).max(1) + 1e-30)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_reference_and_xla_multiply_the_numbers(name):
+    *sizes, _ = FORMS[name]
+    x, values, scales, zeros = arrays = arguments(*sizes)
+    wide = lambda array: np.repeat(np.asarray(array, np.float64), sizes[2] // sizes[3], 1)
+    numbers = np.asarray(values, np.float64) - (0 if zeros is None else wide(zeros))
+    expected = np.asarray(x, np.float64) @ (numbers * wide(scales)).T
+    close(reference.quantized_matmul(*arrays), expected)
+    close(jax.jit(xla.quantized_matmul)(*arrays), expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_kernel_for_hopper_is_the_reference(name):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    *sizes, splits = FORMS[name]
+    arrays, depth = arguments(*sizes), min(128, sizes[2] // sizes[3])
+    blocks = pallas_gpu.Blocks(splits, depth, 2, is_interpreted=True)
+    interpret = interpreting.InterpretGPUParams(detect_races=True)
+    result = pallas_gpu.quantized_matmul(*arrays, blocks=blocks, interpret=interpret)
+    close(result, np.asarray(reference.quantized_matmul(*arrays)))
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_kernel_lowers_at_the_real_size(case):
+    def multiply(*arrays):
+        return ops.quantized_matmul(*arrays, implementation="pallas_gpu")
+
+    lowered = jax.jit(multiply).trace(*case.arrays()).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 1
+    assert lowered.out_info.shape == (case.rows, case.outputs)
+
+
+def test_every_split_has_inputs():
+    for inputs, outputs in ((4096, 64), (4096, 4096), (896, 128), (64, 64), (14336, 4096)):
+        values = jax.ShapeDtypeStruct((outputs, inputs), jnp.int4)
+        blocks = pallas_gpu.choose_blocks(8, values, 1)
+        count = inputs // blocks.depth
+        assert (blocks.splits - 1) * -(-count // blocks.splits) < count
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 64, 128, 1, "uint4", None), "takes values in int4, int8.*, not uint4; convert them"),
+        ((3, 96, 128, 1, "int4", None), "multiple of 64 outputs.* not 96 with groups of 128; pad"),
+        ((3, 64, 128, 4, "int4", None), "not 64 with groups of 32; pad them"),
+        ((129, 64, 128, 1, "int4", None), "up to 128 rows, not 129; multiply the matrix out"),
+    ],
+)
+def test_matrices_that_the_kernel_does_not_take_are_refused(sizes, message):
+    arrays = arguments(*sizes)
+    with pytest.raises(ValueError, match=message):
+        ops.quantized_matmul(*arrays, implementation="pallas_gpu")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Let JAX's device be a Hopper GPU, for choices that run nothing there."""
+    gpu = SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+
+
+def unsigned(values, groups=2):
+    """Return a weight of whole numbers without a sign, as AWQ and GPTQ have them."""
+    draw = lambda key, shape, most: jax.random.randint(jax.random.key(key), shape, 0, most)
+    scales = (1 + draw(1, (64, groups), 9)).astype(jnp.float16) / 8
+    stored = Quantized(
+        values=draw(0, (64, 128), 16).astype(values),
+        scales=Factors(scales),
+        zeros=draw(2, (64, groups), 17).astype(jnp.uint16),
+        axis=-1,
+        name="bfloat16",
+    )
+    return Transposed(stored)
+
+
+@pytest.mark.parametrize("values", ["uint4", "uint8"])
+def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values):
+    weight = unsigned(values)
+    made = for_kernel(weight)
+    assert isinstance(made.stored, ForKernel)
+    assert made.stored.values.dtype.name == values[1:]
+    np.testing.assert_array_equal(made.array(), weight.array())
+    np.testing.assert_array_equal(as_stored(made).array(), weight.array())
+    assert type(as_stored(made)) is Quantized
+
+
+def test_weights_that_no_kernel_takes_stay_as_they_are(hopper, monkeypatch):
+    matrix = jnp.ones((128, 64), jnp.bfloat16)
+    for scheme in SCHEMES.values():
+        assert isinstance(for_kernel(quantize(matrix, scheme, swapped=True)).stored, ForKernel)
+        others = [
+            matrix,
+            quantize(matrix, scheme),
+            quantize(matrix.astype(jnp.float32), scheme, swapped=True),
+            quantize(matrix[None], scheme, swapped=True),
+            quantize(matrix[:, :40], scheme, swapped=True),
+        ]
+        assert all(for_kernel(other) is other for other in others)
+    one = quantize(matrix, scheme, swapped=True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert for_kernel(one) is one
+
+
+def test_matrices_that_are_quantised_on_hopper_are_for_the_kernel(hopper):
+    entry = SimpleNamespace(transpose=True, float32=False, path=("layers", 0, "mixer", "qkv"))
+    matrix = jax.random.normal(jax.random.key(0), (128, 64)).astype(jnp.bfloat16)
+    for name, scheme in SCHEMES.items():
+        made = on_the_fly.quantised(entry, matrix, scheme)
+        assert isinstance(made.stored, ForKernel), name
+        np.testing.assert_array_equal(made.array(), quantize(matrix, scheme).array())
+        stack = on_the_fly.quantised(entry, matrix[None], scheme)
+        assert type(stack) is Quantized
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_weight_multiplies_few_rows_by_its_kernel_and_others_by_xla(rows):
+    matrix = jax.random.normal(jax.random.key(0), (128, 64)).astype(jnp.bfloat16)
+    weight = for_kernel(quantize(matrix, SCHEMES["int4"], swapped=True), "pallas_gpu")
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    kernels = lambda w: (
+        jax.jit(ops.linear).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    ).count("mosaic_gpu")
+    assert (kernels(weight) > 0) == (rows == 3)
+    assert kernels(by_xla({"w": weight})["w"]) == 0
+    drawn = jax.random.normal(jax.random.key(1), x.shape).astype(x.dtype)
+    expected = drawn.astype(jnp.float32) @ weight.array().astype(jnp.float32)
+    np.testing.assert_allclose(ops.linear(drawn, by_xla(weight)), expected, atol=0.3)
