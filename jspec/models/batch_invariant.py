@@ -74,6 +74,8 @@ class BatchInvariantDecoder(Decoder):
         present = {part.title: None for part in parts if type(part) not in (Attention, GatedMlp)}
         if any(vars(layer.mixer).get("chunked") for layer in self.config.layers):
             present["chunked attention"] = None
+        if self.config.layer_inputs is not None:
+            present["inputs of each layer"] = None
         if self.config.attention is not None:
             present[f"attention={self.config.attention!r}"] = None
         if self.config.kv_cache_dtype in LIMITS:

@@ -23,6 +23,12 @@ from jspec.models.blocks.attend import Attend, Recur, attention_over, recurrence
 from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
 from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.layer_inputs import (
+    InputGate,
+    InputGateParams,
+    LayerInputs,
+    LayerInputsParams,
+)
 from jspec.models.blocks.norms import Norm, RmsNorm
 
 
@@ -37,6 +43,7 @@ class Layer:
       output_norm: norm of the outputs of both before they are added; None for none.
       parallel: whether the feed-forward has the mixer's normed input, and no norm of its own.
       residual_scale: factor on the outputs of both before they are added.
+      input_gate: the part that adds an input of the layer behind the feed-forward; None for none.
       scaled: whether the residual stream behind the layer is multiplied by a learned number.
     """
 
@@ -47,6 +54,7 @@ class Layer:
     parallel: bool = False
     residual_scale: float = 1.0
     scaled: bool = False
+    input_gate: InputGate | None = None
 
     @property
     def inner_norm(self) -> Norm | None:
@@ -83,6 +91,7 @@ class DecoderConfig:
     logit_scale: float = 1.0  # factor on logits
     logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     head_bias: bool = False
+    layer_inputs: LayerInputs | None = None  # for the ``input_gate`` of all layers
     kv_cache_dtype: str | None = None  # see ``Entry.stored_as``; None for the caller's choice
 
     def __hash__(self) -> int:
@@ -141,6 +150,7 @@ class LayerParams:
     mixer_output_norm: Array | None = None  # [D]
     feed_forward_output_norm: Array | None = None  # [D]
     scale: Array | None = None  # [1]
+    input_gate: InputGateParams | None = None
 
 
 @struct.dataclass
@@ -152,19 +162,22 @@ class DecoderParams:
     norm: Array  # [D]
     head: Array | None = None  # [D, V]
     head_bias: Array | None = None  # [V]
+    layer_inputs: LayerInputsParams | None = None
 
 
 def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> DecoderParams:
     """Return random normal weights of std 0.02, less for projections into the residual stream."""
     embedding_key, *layer_keys, head_key = jax.random.split(key, 4 * config.num_layers + 2)
     vocab, hidden = config.vocab_size, config.hidden_size
-    tied = config.tie_embeddings
+    tied, inputs = config.tie_embeddings, config.layer_inputs
+    inputs_key = jax.random.fold_in(embedding_key, 1)
     return DecoderParams(
         embedding=normal(embedding_key, (vocab, hidden), dtype),
         layers=_init_layers(layer_keys, config, dtype),
         norm=config.norm.init(hidden, dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
         head_bias=jnp.zeros((vocab,), dtype) if config.head_bias else None,
+        layer_inputs=inputs and inputs.init(inputs_key, vocab, hidden, config.num_layers, dtype),
     )
 
 
@@ -207,6 +220,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
             mixer_output_norm=norm(layer.output_norm),
             feed_forward_output_norm=norm(layer.output_norm),
             scale=jnp.ones((1,), dtype) if layer.scaled else None,
+            input_gate=layer.input_gate and layer.input_gate.init(keys[2], hidden, dtype),
         )
 
     return tuple(init(x, keys[4 * index : 4 * index + 4]) for index, x in enumerate(config.layers))
@@ -259,13 +273,15 @@ def trunk(
     rows: Array | None = None,
     packing: Packing | None = None,
     recur: Recur | None = None,
+    tokens: Array | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Run every block over x [B, T, D] at int32 positions [B, T].
 
     ``attend`` implements the attention: causal within x for training, over a cache for decoding.
     With ``remat`` a backward pass stores only the inputs of blocks and recomputes the rest. If
     ``rows`` [B, M] is given, the last block computes only these rows, and keys and values of all.
-    With a ``packing`` x are its entries.
+    With a ``packing`` x are its entries. A network with inputs of each layer needs the ``tokens``,
+    int32 [B, T].
 
     Returns:
       The last residual stream [B, T, D] (before the final norm), and the streams of
@@ -280,6 +296,9 @@ def trunk(
     shape_checks.check_captured(capture_layers, config.num_layers)
     rotations = rotations_of((layer.mixer for layer in config.layers), positions)
     shared, stream = Pass(attend, rotations, positions, linear, packing, recur), [x]
+    if config.layer_inputs is not None:
+        inputs = config.layer_inputs.over(params.layer_inputs, tokens, x, shared)
+        shared = dataclasses.replace(shared, layer_inputs=inputs)
 
     def run(index: int, weights: LayerParams, x: Array) -> Array:
         queried = rows if index == config.num_layers - 1 else None
@@ -318,7 +337,7 @@ def apply_normed(
     with jax.named_scope("attention"):
         mixed = layer.mixer.mix(params.mixer, normed, run, index, rows)
 
-    def after_mixing(x: Array, mixed: Array) -> Array:
+    def after_mixing(x: Array, mixed: Array, *inputs: Array) -> Array:
         with jax.named_scope("attention"):
             output = layer.mixer.output(params.mixer, mixed, run.linear)
             after = layer.added(x, output, params.mixer_output_norm)
@@ -331,10 +350,15 @@ def apply_normed(
                 normed = layer.inner_norm(after, params.feed_forward_norm)
             output = layer.feed_forward.apply(params.feed_forward, normed, run)
             after = layer.added(after, output, params.feed_forward_output_norm)
+            if layer.input_gate is not None:
+                after = layer.input_gate.apply(params.input_gate, after, *inputs, run.linear)
         return after if params.scale is None else after * params.scale.astype(after.dtype)
 
+    each = [rows_at(x, rows), mixed]
+    if layer.input_gate is not None:
+        each.append(rows_at(run.layer_inputs[:, :, index], rows))
     # Tokens do not meet any more: one choice of a size for all that is left.
-    return over_listed(run.packing, params.feed_forward, after_mixing, rows_at(x, rows), mixed)
+    return over_listed(run.packing, params.feed_forward, after_mixing, *each)
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
@@ -377,6 +401,7 @@ def forward(
         capture_layers=capture_layers,
         packing=packing,
         recur=recurrence_over(cache, tree, tree_kv),
+        tokens=tokens,
     )
     head = params.embedding if params.head is None else params.head
     logits = over_listed(packing, head, lambda x: unembed(params, config, x), x)

@@ -84,7 +84,8 @@ def rules(config: DecoderConfig, ways: int) -> dict[Path, Rule]:
     """
     result = {}
     if config.vocab_size % ways == 0:
-        result = {("embedding",): Rule(ROWS), ("head",): Rule(COLUMNS)}
+        tables = ("embedding",), ("layer_inputs", "embedding")
+        result = dict.fromkeys(tables, Rule(ROWS)) | {("head",): Rule(COLUMNS)}
     for path, tensor in _tensors(config):
         if tensor.divided:
             before = len(tensor.shapes[0]) + bool(tensor.stack) + tensor.divided_axis

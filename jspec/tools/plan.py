@@ -276,9 +276,12 @@ def limit(
 def read_bytes(sizes: DecoderConfig, target: DecoderParams) -> float:
     """Return the bytes of the target's weights that a round reads at least.
 
-    The embedding of a model with a head of its own is looked up, and a token reads k of E experts.
+    The embedding of a model with a head of its own is looked up, and so is that of the inputs of
+    layers. A token reads k of E experts.
     """
     size = bytes_of(target) - (0 if target.head is None else bytes_of(target.embedding))
+    if target.layer_inputs is not None:
+        size -= bytes_of(target.layer_inputs.embedding)
     for layer, weights in zip(sizes.layers, target.layers, strict=True):
         kind = layer.feed_forward
         if hasattr(kind, "experts_per_token"):

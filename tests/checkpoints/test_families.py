@@ -204,8 +204,9 @@ def test_a_decoder_that_no_family_can_express_is_refused():
         (
             "gemma4_text",
             {"num_kv_shared_layers": 2},
-            "hidden_size_per_layer_input=256.*num_kv_shared_layers=2",
+            "num_kv_shared_layers=2",
         ),
+        ("gemma4_text", {}, "vocab_size_per_layer_input=262144 must be vocab_size, "),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "by layer type"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

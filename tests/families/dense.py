@@ -199,14 +199,17 @@ ROWS = {
         checkpoints="Gemma 4 26B-A4B, 31B; their text part",
         heads="",
         features="Gemma 3 with norms of values, keys that are values, heads of two sizes, partial "
-        "rotation, and a factor for each layer; experts beside the MLP",
+        "rotation, and a factor for each layer; experts beside the MLP; "
+        "inputs of each layer",
         cases={
             "gemma4_text": _GEMMA4,
             "gemma4_text-experts": _GEMMA4
             | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
             | {"moe_intermediate_size": 16},
+            "gemma4_text-inputs": _GEMMA4
+            | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
         },
-        in_engine=("gemma4_text-experts",),
+        in_engine=("gemma4_text-experts", "gemma4_text-inputs"),
     ),
     "ministral3": Row(
         checkpoints="Ministral 3 3B, 8B, 14B (text part)",

@@ -40,6 +40,7 @@ def hidden_states(
         linear=LINEARS[compute],
         remat=remat,
         recur=recur_within(config, positions),
+        tokens=tokens,
     )
     return config.norm(x, params.norm)
 
@@ -67,6 +68,7 @@ def packed_states(
         capture_layers=capture_layers,
         remat=remat,
         recur=recur_within(config, batch.positions),
+        tokens=batch.tokens,
     )
     return captured, config.norm(x, params.norm)
 

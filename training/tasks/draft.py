@@ -162,6 +162,7 @@ class ParallelDraftTask(DraftTask):
             attend_to(slots, segments),
             linear=LINEARS[self.compute],
             remat=self.remat,
+            tokens=tokens,
         )
         return self.draft.norm(x, params.norm), slots.rows_of(states, batch.tokens[:, 1:])
 

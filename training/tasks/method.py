@@ -330,6 +330,7 @@ def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) 
         norm=norm,
         embedding_norm=None,
         embedding_scale=1.0,
+        layer_inputs=None,
         vocab_size=draft_vocab(head.draft_vocab_size, target),
         layers=(layer,) * layers,
         tie_embeddings=False,

@@ -39,7 +39,7 @@ class StoredLayer:
 
 
 # Weights that the first runs had no place for.
-_NEWER = {"mixer_output_norm", "feed_forward_output_norm", "v_norm", "sinks"}
+_NEWER = {"mixer_output_norm", "feed_forward_output_norm", "v_norm", "sinks", "scale", "input_gate"}
 
 
 def to_stored(tree: Any) -> Any:

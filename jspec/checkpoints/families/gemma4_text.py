@@ -1,6 +1,7 @@
 """Gemma 4, the text part: heads of two sizes, keys that are values, and experts beside an MLP.
 
-Embeddings by layer, and keys and values of other layers are not read.
+Small models have an input of each layer beside the residual stream, whose embedding table is larger
+than the layers. Keys and values of other layers are not read.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from jspec.models.blocks.attention import Attention
 from jspec.models.blocks.block import FeedForward
 from jspec.models.blocks.experts import ExpertNames
 from jspec.models.blocks.experts_beside import ExpertsBesideMlp
+from jspec.models.blocks.layer_inputs import InputGate, LayerInputs
 from jspec.models.blocks.norms import RmsNorm
 from jspec.models.decoder import DecoderConfig, Layer
 from jspec.util.messages import shown
@@ -58,13 +60,30 @@ def _feed_forward(raw: dict, norm: RmsNorm) -> FeedForward:
     )
 
 
+def _input_size(raw: dict) -> int:
+    """Return the size of the inputs of each layer; 0 for none."""
+    size = raw["hidden_size_per_layer_input"] or 0
+    if size and raw["vocab_size_per_layer_input"] != raw["vocab_size"]:
+        raise ValueError(
+            f"vocab_size_per_layer_input={shown(raw['vocab_size_per_layer_input'])} must be "
+            f"vocab_size, {raw['vocab_size']}"
+        )
+    return size and whole(raw, "hidden_size_per_layer_input")
+
+
+def _fields(raw: dict) -> dict[str, Any]:
+    size, norm = _input_size(raw), dataclasses.replace(common.norm(raw), wide=True)
+    return gemma2.fields(raw) | {"layer_inputs": LayerInputs(size, norm) if size else None}
+
+
 def _layers(raw: dict) -> tuple[Layer, ...]:
     raw = raw | {"rope_parameters": raw.get("rope_parameters") or _ROPES}
     windows = (*common.every(raw, 6)[:-1], None)  # The last layer has no window, whatever is given.
     bias = flag(raw, "attention_bias")
     norm = dataclasses.replace(common.norm(raw), wide=True)
     keys_are_values, layers = flag(raw, "attention_k_eq_v"), []
-    feed_forward = _feed_forward(raw, norm)
+    feed_forward, size = _feed_forward(raw, norm), _input_size(raw)
+    gate = InputGate(size, norm, gemma2.ACTIVATION) if size else None
     for index, window in enumerate(windows):
         kind = SLIDING if window else FULL
         heads = common.heads(raw if window else raw | _sizes(raw, index))
@@ -79,7 +98,7 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
             scale=1.0,
             keys_are_values=keys_are_values and not window,
         )
-        layers.append(Layer(mixer, feed_forward, norm, norm, scaled=True))
+        layers.append(Layer(mixer, feed_forward, norm, norm, scaled=True, input_gate=gate))
     return tuple(layers)
 
 
@@ -102,7 +121,8 @@ def _describe(config: DecoderConfig) -> dict:
         "attention_bias": local.qkv_bias,
         "attention_k_eq_v": any(mixer.keys_are_values for mixer in mixers),
         "final_logit_softcapping": config.logit_cap,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": config.layer_inputs.size if config.layer_inputs else 0,
+        "vocab_size_per_layer_input": config.vocab_size,
         "num_kv_shared_layers": 0,
         **_describe_experts(config),
         "rope_scaling": None,
@@ -132,11 +152,12 @@ FAMILY = Family(
         **{"hidden_activation": gemma2.ACTIVATION, "tie_word_embeddings": True},
         **{"sliding_window": 512, "layer_types": None, "attention_bias": False},
         **{"attention_k_eq_v": False, "final_logit_softcapping": None, "default_theta": 1e6},
-        **{"hidden_size_per_layer_input": 256, "bos_token_id": 2, "eos_token_id": 1},
+        **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+        **{"bos_token_id": 2, "eos_token_id": 1},
     },
     neutral={
         **dict.fromkeys(("hidden_act", "per_layer_config", "final_logit_softcapping")),
-        **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), (None, 0)),
+        "num_kv_shared_layers": (None, 0),
         "num_experts": None,
         "rope_scaling": (None,),
         "hidden_activation": (gemma2.ACTIVATION,),
@@ -146,5 +167,5 @@ FAMILY = Family(
     describe=_describe,
     ropes_by_kind=True,
     renamed=gemma2.FAMILY.renamed,
-    fields=gemma2.fields,
+    fields=_fields,
 )

@@ -19,6 +19,7 @@ import numpy as np
 
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_array
+from jspec.models.blocks.layer_inputs import LayerInputsParams
 from jspec.models.blocks.tensors import Tensor, norm_of
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams, init_layers
 from jspec.sharding.placement import Placement
@@ -225,6 +226,9 @@ def llama_table(config: DecoderConfig, renamed: Mapping[str, str] = _NONE) -> tu
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     entries = [Entry(("embedding",), (EMBEDDING,), ((vocab, hidden),))]
+    if config.layer_inputs is not None:
+        inputs = config.layer_inputs.tensors(vocab, hidden, config.num_layers)
+        entries += [Entry(**vars(tensor)) for tensor in _within("layer_inputs", inputs)]
     for layer in range(config.num_layers):
         entries += block_table(config, layer, f"model.layers.{layer}", renamed=renamed)
     entries += [Entry(**vars(x)) for x in norm_of("norm", "model.norm", config.norm, hidden)]
@@ -260,6 +264,7 @@ def block_table(
         *late,  # Files have this bias behind the second norm.
         *_within("feed_forward", kind.feed_forward.tensors(hidden)),
         *norm_of("feed_forward_output_norm", "post_mlp_layernorm", output, hidden),
+        *_within("input_gate", kind.input_gate.tensors(hidden) if kind.input_gate else ()),
         *([Tensor(("scale",), ("layer_scalar",), ((1,),))] if kind.scaled else []),
     ]
     path = ("layers", layer)
@@ -344,4 +349,6 @@ def _filled(form: Any, fields: dict) -> Any:
 def assemble(config: DecoderConfig, entries: tuple[Entry, ...], arrays: list) -> DecoderParams:
     """Return the params of one array for each entry."""
     nested = nest(entries, arrays)
+    if config.layer_inputs is not None:
+        nested["layer_inputs"] = LayerInputsParams(**nested["layer_inputs"])
     return DecoderParams(layers=blocks(nested, config), **nested)

@@ -166,10 +166,15 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
             implementation=self.config.attention,
             rows=drafting,
         )
-        embedded = decoder.embed(model, self.config, fed)
-        recur = recurrence_over(cache, chain, values)
         hidden, _ = decoder.trunk(
-            model, self.config, embedded, positions, attend, rows=drafting, recur=recur
+            model,
+            self.config,
+            decoder.embed(model, self.config, fed),
+            positions,
+            attend,
+            rows=drafting,
+            recur=recurrence_over(cache, chain, values),
+            tokens=fed,
         )
 
         unused = memory.reach - width

@@ -190,8 +190,16 @@ class DraftModel(ReadsText, Drafter):
             cache, side, slot, mask, positions, implementation=config.attention
         )
         recur = recurrence_beside(cache, side, slot, mask)
-        embedded = decoder.embed(model, config, spell(params.drafter, tokens))
-        hidden, _ = decoder.trunk(model, config, embedded, positions, attend, recur=recur)
+        tokens = spell(params.drafter, tokens)
+        hidden, _ = decoder.trunk(
+            model,
+            config,
+            decoder.embed(model, config, tokens),
+            positions,
+            attend,
+            recur=recur,
+            tokens=tokens,
+        )
         return hidden, tuple(side)
 
     def _logits(self, params, hidden):

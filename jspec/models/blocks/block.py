@@ -34,6 +34,7 @@ class Pass:
       linear: the product of activations and a weight.
       packing: the list of nodes that the activations are; None for a whole tree.
       recur: recurrences of the layers, over a cache; None where there is none.
+      layer_inputs: the inputs [B, T, L, P] of all layers; None for a network without them.
     """
 
     attend: Attend
@@ -42,6 +43,7 @@ class Pass:
     linear: Linear = ops.linear
     packing: Packing | None = None
     recur: Recur | None = None
+    layer_inputs: Array | None = None
 
 
 def rotations_of(mixers: Iterable["Mixer"], positions: Array) -> dict[Rotation, Any]:
