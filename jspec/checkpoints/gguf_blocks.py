@@ -1,4 +1,4 @@
-"""Blocks of GGUF tensors as quantised weights: Q4_0, Q4_1, Q8_0, Q4_K and Q6_K.
+"""Blocks of GGUF tensors as quantised weights: Q4_0, Q4_1, Q8_0, MXFP4, Q4_K and Q6_K.
 
 ``quantization="gguf"`` keeps these kinds; tensors of others are multiplied out when they are read.
 ggml's docs of the layouts are ggml-common.h and ggml-quants.c of llama.cpp.
@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from jspec.checkpoints.gguf_files import GgufTensor
@@ -56,7 +57,8 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return _signed((low | high << 4).reshape(len(blocks), -1), 32, np.int8)
 
 
-_INT4, _UINT4 = NIBBLES["int4"], NIBBLES["uint4"]
+_INT4, _UINT4, _FLOAT4 = (NIBBLES[name] for name in ("int4", "uint4", "float4_e2m1fn"))
+_POWER = np.dtype(ml_dtypes.float8_e8m0fnu)
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 KINDS: Mapping[str, Mapping[str, _Array]] = {
     "Q8_0": {
@@ -71,6 +73,10 @@ KINDS: Mapping[str, Mapping[str, _Array]] = {
         "values": _Array(32, _UINT4, lambda x: _nibbles(x[:, 4:], 16).astype(_UINT4)),
         "scales": _half(0),
         "minima": _half(2),
+    },
+    "MXFP4": {
+        "values": _Array(32, _FLOAT4, lambda x: _nibbles(x[:, 1:], 16).view(_FLOAT4)),
+        "scales": _Array(1, _POWER, lambda blocks: blocks[:, :1].copy().view(_POWER)),
     },
     "Q4_K": {
         "values": _Array(256, _UINT4, lambda x: _nibbles(x[:, 16:], 32).astype(_UINT4)),

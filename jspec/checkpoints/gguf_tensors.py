@@ -69,13 +69,12 @@ class Gathered:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Return rows, or columns of them."""
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        numbers, begin, joined = self.order[rows], 0, None
+        numbers, begin = self.order[rows], 0
+        joined = np.empty((len(numbers), *self.shape[1:]), self.dtype)[:, *columns]
         for part in self.parts:
             mine = (numbers >= begin) & (numbers < begin + part.shape[0])
-            read = part[(numbers[mine] - begin, *columns)]
-            if joined is None:
-                joined = np.empty((len(numbers), *read.shape[1:]), read.dtype)
-            joined[mine] = read
+            if mine.any():
+                joined[mine] = part[(numbers[mine] - begin, *columns)]
             begin += part.shape[0]
         return joined
 

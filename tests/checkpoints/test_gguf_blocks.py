@@ -16,7 +16,7 @@ from jspec.core.weights import Weight, linear, look_up, size_of
 gguf = pytest.importorskip("gguf")
 RNG = np.random.default_rng(3)
 INPUTS, OUTPUTS = 512, 48
-BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 4.625, "Q6_K": 8.5625}
+BITS = {"MXFP4": 4.25, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 4.625, "Q6_K": 8.5625}
 
 
 def drawn(kind, outputs=OUTPUTS, order=None):
@@ -25,7 +25,9 @@ def drawn(kind, outputs=OUTPUTS, order=None):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = RNG.integers(0, 256, (outputs, INPUTS // block, size)).astype(np.uint8)
     factors = RNG.uniform(0.01, 0.1, (*data.shape[:2], 2)).astype(np.float16).view(np.uint8)
-    if kind.name == "Q6_K":
+    if kind.name == "MXFP4":
+        data[..., 0] = 120 + data[..., 0] % 8  # powers of two
+    elif kind.name == "Q6_K":
         data[..., -2:] = factors[..., :2]
     else:
         count = 4 if kind.name in ("Q4_1", "Q4_K") else 2

@@ -79,7 +79,7 @@ CASES = {
     ),
     "deepseek2, greedy": ("deepseek2", "deepseek_v2-greedy", {}),
     "qwen35": ("qwen35", "qwen3_5_text", _HYBRID),
-    "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", _HYBRID),
+    "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", _HYBRID | {"attention_bias": False}),
     "qwen3next": ("qwen3next", "qwen3_next", _HYBRID | {"mlp_only_layers": []}),
 }
 

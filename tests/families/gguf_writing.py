@@ -88,8 +88,9 @@ def write(path, arch, raw, tensors, kind="F32"):
             if not stored.endswith((".weight", ".bias", ".ssm_a")):
                 stored += ".weight"
             part = np.ascontiguousarray(part)
-            is_vector = part.ndim == 1 or "ffn_gate_inp" in stored or "conv1d" in stored
-            add(writer, stored, part, "F32" if is_vector else kind)
+            is_float = part.ndim == 1 or "ffn_gate_inp" in stored or "conv1d" in stored
+            is_float = is_float or stored.endswith("bias") or part.shape[-1] % 32
+            add(writer, stored, part, "F32" if is_float else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,13 +1,16 @@
 """GGUF files of every architecture are the model of the safetensors checkpoint."""
 
+import functools
 import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.checkpoints import checkpoint
+from jspec.core.weights import Weight, as_array, size_of
 from tests.families import gguf_cases, models
 
 pytest.importorskip("gguf")
@@ -37,3 +40,34 @@ def test_a_file_is_the_model_of_its_checkpoint(name, tmp_path):
     config, params, _ = checkpoint.load_pretrained(tmp_path / "model.gguf")
     assert rounded(config) == rounded(expected)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), params, weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path"),
+    [
+        ("mixtral", "Q8_0", ("feed_forward", "gate_up")),
+        ("gpt-oss", "MXFP4", ("feed_forward", "gate_up")),
+        ("qwen3next", "Q8_0", ("mixer", "qkvz")),
+        ("qwen35", "Q4_0", ("mixer", "output")),
+    ],
+)
+def test_blocks_of_a_file_are_kept_with_their_numbers(name, kind, path, tmp_path):
+    gguf_writing.write(tmp_path / "model.gguf", *checkpoint_of(name, tmp_path / "saved"), kind=kind)
+    load = functools.partial(checkpoint.load_pretrained, tmp_path / "model.gguf", "float32")
+    expected, kept = load()[1], load(quantization="gguf")[1]
+    parts = [functools.reduce(getattr, path, layer) for layer in kept.layers if has(layer, path)]
+    assert parts and all(isinstance(part, Weight) for part in parts)
+    assert sum(map(size_of, jax.tree.leaves(kept))) < 0.6 * sum(
+        map(size_of, jax.tree.leaves(expected))
+    )
+    outline = checkpoint.outline(tmp_path / "model.gguf", "float32", "gguf")[1]
+    assert jax.tree.map(jnp.shape, kept) == jax.tree.map(lambda x: x.shape, outline)
+    is_weight = lambda x: isinstance(x, Weight)
+    arrays = jax.tree.map(as_array, kept, is_leaf=is_weight)
+    jax.tree.map(np.testing.assert_array_equal, arrays, expected)
+
+
+def has(layer, path):
+    """Return whether a layer has a weight."""
+    part, field = path
+    return getattr(getattr(layer, part), field, None) is not None
