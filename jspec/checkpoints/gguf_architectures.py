@@ -66,8 +66,8 @@ def _kinds(file: GgufFile, _: dict) -> dict:
     pattern = file.get("{arch}.attention.sliding_window_pattern")
     window = file.get("{arch}.attention.sliding_window") or None
     if isinstance(pattern, list):
-        names = "full_attention", "sliding_attention"
-        return {"sliding_window": window, "layer_types": [names[bool(each)] for each in pattern]}
+        kinds = [_SLIDING if each else _FULL for each in pattern]
+        return {"sliding_window": window, "layer_types": kinds}
     return {"sliding_window": window} | ({"sliding_window_pattern": pattern} if pattern else {})
 
 
@@ -94,6 +94,37 @@ def _gemma(_: GgufFile, raw: dict) -> dict:
     return given if width is None else given | {"query_pre_attn_scalar": width}
 
 
+def _gemma4(file: GgufFile, raw: dict) -> dict:
+    """Return the keys of layers with a window and of those without one.
+
+    Frequencies that are divided by 1e30 are of features without a rotation. Layers without a window
+    whose values are their keys have no tensor for them.
+    """
+    get = lambda key, default=None: number(file.get("{arch}." + key, default))
+    windows = _kinds(file, raw)
+    kinds = windows.get("layer_types", [])
+    heads, divisors = raw["num_key_value_heads"], file.tensors.get("rope_freqs.weight")
+    by_kind = dict(zip(kinds, heads, strict=False)) if isinstance(heads, list) else {}
+    share = 1.0 if divisors is None else float((divisors[:] < 1e10).mean())
+    names = (f"blk.{i}.attn_v.weight" for i, kind in enumerate(kinds) if kind == _FULL)
+    full = {"rope_type": "proportional", "partial_rotary_factor": share}
+    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 1e4)}
+    return windows | {
+        "head_dim": get("attention.key_length_swa", raw.get("head_dim")),
+        "global_head_dim": raw.get("head_dim"),
+        "num_key_value_heads": by_kind.get(_SLIDING, heads),
+        "num_global_key_value_heads": by_kind.get(_FULL),
+        "attention_k_eq_v": any(name not in file.tensors for name in names),
+        "enable_moe_block": bool(raw.get("num_experts")),
+        "final_logit_softcapping": raw.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            _FULL: full | {"rope_theta": raw.get("rope_theta", 1e6)},
+            _SLIDING: local,
+        },
+        "rope_scaling": None,
+    }
+
+
 def _sparse(file: GgufFile, raw: dict) -> dict:
     """Return the layers without experts, and the width of a shared expert."""
     routers = [f"blk.{index}.ffn_gate_inp.weight" for index in range(raw["num_hidden_layers"])]
@@ -107,7 +138,7 @@ def _sparse(file: GgufFile, raw: dict) -> dict:
 
 def _hybrid(file: GgufFile, raw: dict) -> dict:
     """Return the keys of layers of the gated delta rule, which have an output ``ssm_out``."""
-    names, heads = ("full_attention", "linear_attention"), raw["linear_num_value_heads"]
+    names, heads = (_FULL, "linear_attention"), raw["linear_num_value_heads"]
     layers = range(raw["num_hidden_layers"])
     kinds = [names[f"blk.{index}.ssm_out.weight" in file.tensors] for index in layers]
     width = file.get("{arch}.ssm.inner_size", 0) // max(heads, 1)
@@ -181,6 +212,7 @@ def _llama4(_: GgufFile, raw: dict) -> dict:
     return {"use_qk_norm": raw["num_local_experts"] != 128}
 
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _UNSCALED = {"rope_scaling": {"rope_type": "default"}}
 _GROWTH = "rope.scaling.yarn_log_multiplier"
 _LONGROPE = "rope.scaling.attn_factor"
@@ -245,6 +277,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2", special=_olmo2),
     "gemma2": _GEMMA,
     "gemma3": dataclasses.replace(_GEMMA, family="gemma3_text"),
+    "gemma4": Architecture(
+        "gemma4_text",
+        keys={
+            "final_logit_softcapping": "final_logit_softcapping",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        special=_gemma4,
+    ),
     "qwen2moe": Architecture(
         "qwen2_moe",
         keys=_QWEN_MOE,

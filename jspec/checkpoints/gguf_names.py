@@ -16,6 +16,8 @@ from jspec.checkpoints.gguf_tensors import Alternating, Columns, Gathered, KeysA
 _EXPERT = re.compile(r"(\.experts)\.\d+\.")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _FUSED = re.compile(r"(.*\.experts)\.gate_up_proj(_bias)?")
+_FACTOR = re.compile(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)")
+_FACTORS = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 _XIELU = "mlp.act_fn."
 
 
@@ -26,7 +28,7 @@ def stacked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def _stacked(entry: Entry) -> Entry:
     count, names, shapes = entry.per_matrix, entry.names, entry.shapes
-    if entry.fused and len(entry.sections) == 2:  # gates, and then inputs
+    if entry.fused == "inputs" and len(entry.sections) == 2:  # gates, and then inputs
         (name,), ((_, *inputs),) = names, shapes
         names = tuple(name.replace("gate_up", each) for each in ("gate", "up"))
         shapes = tuple((size, *inputs) for size in entry.sections)
@@ -75,7 +77,8 @@ class _Stored:
         if _XIELU in name:
             return self._number(name)
         if match := _FUSED.fullmatch(name):
-            return self._gate_up(match[1], "bias" if match[2] else "weight")
+            joined = self._taken(name)
+            return joined or self._gate_up(match[1], "bias" if match[2] else "weight")
         if name.endswith("kv_b_proj.weight"):
             return self._keys_and_values(name)
         if "linear_attn." in name:
@@ -94,6 +97,8 @@ class _Stored:
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
         name = re.sub(r"(\.experts\.\w+)_bias$", r"\1.bias", name)
+        if match := _FACTOR.fullmatch(name):  # Gemma 4's, which the table lacks
+            return self.rest.pop(f"blk.{match[1]}.{_FACTORS[match[2]]}.scale", None)
         stored = self._table.get_name(name, (".weight", ".bias"))
         if stored is not None and stored not in self.rest:
             stored += ".weight"

@@ -28,6 +28,8 @@ CASES = {
     "olmo3": ("olmo2", "olmo3", {}),
     "gemma2": ("gemma2", "gemma2", _GEMMA),
     "gemma3": ("gemma3", "gemma3_text", _GEMMA | {"num_hidden_layers": 6}),
+    "gemma4": ("gemma4", "gemma4_text", {}),
+    "gemma4, experts": ("gemma4", "gemma4_text-experts", {}),
     "mixtral": ("llama", "mixtral", {}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {"mlp_only_layers": []}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", {"decoder_sparse_step": 1}),

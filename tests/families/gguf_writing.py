@@ -13,7 +13,7 @@ from tests.checkpoints.gguf_writing import add, llama3_divisors, neighbours, wri
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 RECURRENT = ("qwen3next", "qwen35", "qwen35moe")
 CENTRED = ("gemma2", "gemma3", *RECURRENT)
-WINDOWS = ("phi3", "exaone4", "cohere2", "gpt-oss", "olmo2", "gemma2", "gemma3")
+WINDOWS = ("phi3", "exaone4", "cohere2", "gpt-oss", "olmo2", "gemma2", "gemma3", "gemma4")
 SIZES = {  # config.json -> method of the writer
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -28,6 +28,9 @@ SIZES = {  # config.json -> method of the writer
     "num_local_experts": "expert_count",
     "n_routed_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "shared_kv_layers",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
@@ -62,6 +65,13 @@ def write(path, arch, raw, tensors, kind="F32"):
         given |= {"moe_intermediate_size": raw["intermediate_size"]}
     if arch in ("gpt-oss", "minimax-m2"):
         given["moe_intermediate_size"] = raw["intermediate_size"]
+    if arch == "gemma4":
+        (full, *_) = raw["per_layer_config"].values()
+        sizes = full["num_key_value_heads"], raw["num_key_value_heads"]
+        sliding = [each == "sliding_attention" for each in raw["layer_types"]]
+        given["num_key_value_heads"] = [sizes[each] for each in sliding]
+        writer.add_sliding_window_pattern(sliding)
+        given |= {} if raw["enable_moe_block"] else {"num_experts": None, "top_k_experts": None}
     if arch == "olmoe":
         given.pop("moe_intermediate_size")
     for key, method in SIZES.items():
@@ -84,8 +94,11 @@ def write(path, arch, raw, tensors, kind="F32"):
     for name, tensor in _stacked(tensors):
         for new, part in _modified(arch, raw, name, tensor):
             stored = table.get_name(new, try_suffixes=(".weight", ".bias"))
+            if new.endswith("scale") and "router" in new:
+                layer, is_expert = new.split(".")[2], "expert" in new
+                stored = f"blk.{layer}.ffn_{'down_exps' if is_expert else 'gate_inp'}.scale"
             assert stored is not None, new
-            if not stored.endswith((".weight", ".bias", ".ssm_a")):
+            if not stored.endswith((".weight", ".bias", ".ssm_a", ".scale")):
                 stored += ".weight"
             part = np.ascontiguousarray(part)
             is_float = part.ndim == 1 or "ffn_gate_inp" in stored or "conv1d" in stored
@@ -101,7 +114,7 @@ def _write_rope(writer, arch, raw):
     rope = raw["rope_parameters"]
     if local := rope.get("sliding_attention"):
         rope = rope["full_attention"]
-        if arch == "gemma3":
+        if arch != "olmo2":
             writer.add_rope_freq_base_swa(local["rope_theta"])
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     share = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
@@ -109,6 +122,14 @@ def _write_rope(writer, arch, raw):
     if arch == "hunyuan-dense":
         theta *= rope["alpha"] ** (head_dim / (head_dim - 2))
     writer.add_rope_freq_base(theta)
+    if arch == "gemma4":
+        for each in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{each}_swa")(head_dim)
+        (full, *_), part = raw["per_layer_config"].values(), rope["partial_rotary_factor"]
+        head_dim = full["head_dim"]
+        turned, share = int(head_dim * part / 2), 1
+        divisors = [1.0] * turned + [1e30] * (head_dim // 2 - turned)
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     if arch == "deepseek2":
         head_dim = raw["qk_rope_head_dim"]
     elif arch not in ("phi3", "phimoe", "granite"):
@@ -193,6 +214,8 @@ def _modified(arch, raw, name, tensor):
         yield from _recurrent(arch, raw, name, tensor)
     elif "mlp.act_fn." in name:
         return  # They are metadata.
+    elif arch == "gemma4":
+        yield name, tensor
     elif ".experts.gate_up_proj" in name:
         if not name.endswith("bias"):
             tensor = tensor.swapaxes(1, 2)

@@ -62,8 +62,7 @@ def test_blocks_of_a_file_are_kept_with_their_numbers(name, kind, path, tmp_path
     )
     outline = checkpoint.outline(tmp_path / "model.gguf", "float32", "gguf")[1]
     assert jax.tree.map(jnp.shape, kept) == jax.tree.map(lambda x: x.shape, outline)
-    is_weight = lambda x: isinstance(x, Weight)
-    arrays = jax.tree.map(as_array, kept, is_leaf=is_weight)
+    arrays = jax.tree.map(as_array, kept, is_leaf=lambda x: isinstance(x, Weight))
     jax.tree.map(np.testing.assert_array_equal, arrays, expected)
 
 
