@@ -15,6 +15,8 @@ from tests.aot.cells import MODELS, Cell
 from tests.aot.devices import DEVICES
 
 DEPTHS = (2, 4)  # layers that are compiled
+# Parts of split drafters are small: a TPU keeps those of two layers in its fast memory.
+DEEPER = (4, 8)
 
 
 def main(text: str) -> None:
@@ -31,10 +33,11 @@ def main(text: str) -> None:
 def figures_of(cell: Cell) -> dict[str, float]:
     """Return the figures of a cell at the full depth of its model."""
     model, kinds = MODELS[cell.model], {}
+    depths = DEEPER if cell.draft_tp > 1 and DEVICES[cell.device].platform == "tpu" else DEPTHS
     for windowed in (False, True)[: 1 + bool(model.num_windowed)]:
-        kinds[windowed] = [compiled(cell, depth, windowed=windowed) for depth in DEPTHS]
+        kinds[windowed] = [compiled(cell, depth, windowed=windowed) for depth in depths]
     layers = {False: model.num_layers - model.num_windowed, True: model.num_windowed}
-    full = extrapolated(kinds, layers)
+    full = extrapolated(kinds, layers, depths)
     return {
         "ratio": round(full["bytes"] / full["minimum"], 3),
         "gigabytes": round(full["bytes"] / 1e9, 2),
@@ -48,13 +51,15 @@ def figures_of(cell: Cell) -> dict[str, float]:
 
 
 def extrapolated(
-    kinds: dict[bool, list[dict[str, float]]], layers: dict[bool, int]
+    kinds: dict[bool, list[dict[str, float]]],
+    layers: dict[bool, int],
+    depths: tuple[int, int] = DEPTHS,
 ) -> dict[str, float]:
     """Return figures for numbers of ``layers`` by kind, with a window or without.
 
-    ``kinds`` has the figures of programs whose layers are of one kind, at two depths.
+    ``kinds`` has the figures of programs whose layers are of one kind, at two ``depths``.
     """
-    (low, high), (least, _) = DEPTHS, kinds[False]
+    (low, high), (least, _) = depths, kinds[False]
     figures = {}
     for name in least:
         slopes = {
