@@ -131,10 +131,17 @@ def _attention_over(cache: kv_cache.KVCache) -> tuple[Attend, list[Entry]]:
     entries = list(cache.layers)
 
     def attend(
-        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+        index: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        window: int | None = None,
+        **scores: Any,
     ) -> Array:
         entry = cache.layers[index]
-        entries[index] = new = entry.holding(k, v)
+        if k is not None:
+            entries[index] = entry.holding(k, v)
+        new = entries[index]
         return ops.ordered_attention(
             q,
             new.k,

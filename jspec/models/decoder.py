@@ -362,12 +362,13 @@ def apply_normed(
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """Return an empty cache of ``capacity`` slots per row."""
+    """Return an empty cache of ``capacity`` slots per row; layers without an entry are last."""
     dtype = jnp.dtype(config.cache_dtype)
-    entries = [layer.mixer.entry(batch, capacity, dtype) for layer in config.layers]
+    mixers = [layer.mixer for layer in config.layers if layer.mixer.source is None]
+    entries = [mixer.entry(batch, capacity, dtype) for mixer in mixers]
     if config.kv_cache_dtype is not None:
         entries = [entry.stored_as(config.kv_cache_dtype) for entry in entries]
-    return kv_cache.empty(batch, entries, windows=config.windows)
+    return kv_cache.empty(batch, entries, windows=config.windows[: len(entries)])
 
 
 def forward(

@@ -203,8 +203,8 @@ def test_a_decoder_that_no_family_can_express_is_refused():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             "gemma4_text",
-            {"num_kv_shared_layers": 2},
-            "num_kv_shared_layers=2",
+            {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 3},
+            "num_kv_shared_layers=3 leaves no layer",
         ),
         ("gemma4_text", {}, "vocab_size_per_layer_input=262144 must be vocab_size, "),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -196,20 +196,23 @@ ROWS = {
         },
     ),
     "gemma4_text": Row(
-        checkpoints="Gemma 4 26B-A4B, 31B; their text part",
+        checkpoints="Gemma 4 E2B, E4B, 26B-A4B, 31B; their text part",
         heads="",
         features="Gemma 3 with norms of values, keys that are values, heads of two sizes, partial "
         "rotation, and a factor for each layer; experts beside the MLP; "
-        "inputs of each layer",
+        "inputs of each layer; keys and values of other layers",
         cases={
             "gemma4_text": _GEMMA4,
             "gemma4_text-experts": _GEMMA4
             | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
             | {"moe_intermediate_size": 16},
-            "gemma4_text-inputs": _GEMMA4
-            | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+            "gemma4_text-shared": _GEMMA4
+            | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+            | {"num_hidden_layers": 5, "attention_k_eq_v": False, "use_double_wide_mlp": True}
+            | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+            | {"num_kv_shared_layers": 3},
         },
-        in_engine=("gemma4_text-experts", "gemma4_text-inputs"),
+        in_engine=("gemma4_text-experts", "gemma4_text-shared"),
     ),
     "ministral3": Row(
         checkpoints="Ministral 3 3B, 8B, 14B (text part)",

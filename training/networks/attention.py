@@ -24,6 +24,11 @@ def attend_within(segments: Array | None) -> Attend:
         layer: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
     ) -> Array:
         del layer
+        if k is None:
+            raise ValueError(
+                "layers that read the keys of another layer cannot run in training; take another "
+                "target."
+            )
         if "chunked" in scores:
             raise ValueError(
                 "layers with chunked attention cannot run in training; take another target."

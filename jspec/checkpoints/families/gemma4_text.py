@@ -1,10 +1,11 @@
 """Gemma 4, the text part: heads of two sizes, keys that are values, and experts beside an MLP.
 
 Small models have an input of each layer beside the residual stream, whose embedding table is larger
-than the layers. Keys and values of other layers are not read.
+than the layers. Their last layers read the keys and values of the last layer of their kind before.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jspec.checkpoints.families import common, experts, gemma2, scaling
@@ -41,9 +42,9 @@ def _sizes(raw: dict, layer: int) -> dict[str, Any]:
     return sizes
 
 
-def _feed_forward(raw: dict, norm: RmsNorm) -> FeedForward:
-    """Return the feed-forward of every layer."""
-    mlp = gemma2.mlp(raw)
+def _feed_forward(raw: dict, norm: RmsNorm, width: int = 1) -> FeedForward:
+    """Return the feed-forward of a layer, whose MLP is ``width`` times as wide as others."""
+    mlp = gemma2.mlp(raw | {"intermediate_size": width * raw["intermediate_size"]})
     if not flag(raw, "enable_moe_block"):
         return mlp
     return experts.built(
@@ -58,6 +59,19 @@ def _feed_forward(raw: dict, norm: RmsNorm) -> FeedForward:
         names=_NAMES,
         norm=norm,
     )
+
+
+def _sources(raw: dict, windows: Sequence[int | None]) -> list[int | None]:
+    """Return the layer whose keys and values each layer reads; None for its own."""
+    shared = whole(raw, "num_kv_shared_layers", 0) if raw.get("num_kv_shared_layers") else 0
+    first = windows[: max(len(windows) - shared, 0)]
+    last = {window: index for index, window in enumerate(first)}
+    if not set(windows) <= last.keys():
+        raise ValueError(
+            f"num_kv_shared_layers={shared} leaves no layer of each kind of {len(windows)} with "
+            "keys and values of its own"
+        )
+    return [None] * len(first) + [last[window] for window in windows[len(first) :]]
 
 
 def _input_size(raw: dict) -> int:
@@ -82,7 +96,8 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
     bias = flag(raw, "attention_bias")
     norm = dataclasses.replace(common.norm(raw), wide=True)
     keys_are_values, layers = flag(raw, "attention_k_eq_v"), []
-    feed_forward, size = _feed_forward(raw, norm), _input_size(raw)
+    sources, size = _sources(raw, windows), _input_size(raw)
+    widths = [1 + (flag(raw, "use_double_wide_mlp") and each is not None) for each in sources]
     gate = InputGate(size, norm, gemma2.ACTIVATION) if size else None
     for index, window in enumerate(windows):
         kind = SLIDING if window else FULL
@@ -94,12 +109,18 @@ def _layers(raw: dict) -> tuple[Layer, ...]:
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=norm,
-            v_norm=RmsNorm(norm.eps, scaled=False),
+            v_norm=RmsNorm(norm.eps, scaled=False) if sources[index] is None else None,
             scale=1.0,
-            keys_are_values=keys_are_values and not window,
+            keys_are_values=keys_are_values and not window and sources[index] is None,
+            source=sources[index],
         )
+        feed_forward = _feed_forward(raw, norm, widths[index])
         layers.append(Layer(mixer, feed_forward, norm, norm, scaled=True, input_gate=gate))
     return tuple(layers)
+
+
+def _width(layer: Layer) -> int:
+    return layer.feed_forward.dense_size
 
 
 def _describe(config: DecoderConfig) -> dict:
@@ -123,7 +144,8 @@ def _describe(config: DecoderConfig) -> dict:
         "final_logit_softcapping": config.logit_cap,
         "hidden_size_per_layer_input": config.layer_inputs.size if config.layer_inputs else 0,
         "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": sum(mixer.source is not None for mixer in mixers),
+        "use_double_wide_mlp": _width(config.layers[-1]) != _width(config.layers[0]),
         **_describe_experts(config),
         "rope_scaling": None,
     }
@@ -157,7 +179,6 @@ FAMILY = Family(
     },
     neutral={
         **dict.fromkeys(("hidden_act", "per_layer_config", "final_logit_softcapping")),
-        "num_kv_shared_layers": (None, 0),
         "num_experts": None,
         "rope_scaling": (None,),
         "hidden_activation": (gemma2.ACTIVATION,),

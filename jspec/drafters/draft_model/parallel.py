@@ -91,6 +91,12 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
                 "trained for it: leave parallel_drafting out, or train it (python -m "
                 "training.distill_draft --parallel)."
             )
+        if self.config.layers[-1].mixer.source is not None:
+            raise ValueError(
+                "the last layers of the draft model read the keys of others "
+                "(num_kv_shared_layers), which one pass for all drafted tokens does not support; "
+                "leave parallel_drafting out."
+            )
         if not 0 <= self.mask_token_id < self.config.vocab_size:
             raise ValueError(
                 f"mask_token_id={self.mask_token_id} must be from 0 to "

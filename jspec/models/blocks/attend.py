@@ -21,9 +21,10 @@ from jspec.models.blocks.arithmetic import rows_at
 #
 # M is T, or less if only some rows of a layer are computed. ``window`` is the layer's sliding
 # window, and ``scores`` are the arguments ``scale``, ``soft_cap`` and ``sinks`` of
-# ``ops.attention``. A layer whose cache has one buffer passes it as k and v. With ``chunked=True``
-# text is cut into chunks as long as the window, and a query sees its own; steps of a draft network
-# and training refuse that.
+# ``ops.attention``. A layer whose cache has one buffer passes it as k and v. They are None where a
+# layer reads those of ``layer``, an earlier one of the pass. With ``chunked=True`` text is cut into
+# chunks as long as the window, and a query sees its own; steps of a draft network and training
+# refuse that.
 Attend = Callable[..., Array]
 
 
@@ -114,18 +115,20 @@ def attention_over(
     def attend(
         index: int,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | None,
+        v: Array | None,
         window: int | None = None,
         *,
         chunked: bool = False,
         **scores: Any,
     ) -> Array:
         if packing is not None:
-            q, k, v = (_by_tokens(packing.unpack, x) for x in (q, k, v))
+            q, k, v = (x if x is None else _by_tokens(packing.unpack, x) for x in (q, k, v))
         entry = cache.layers[index]
-        # Round k and v like the cache, so that logits do not depend on which nodes are committed.
-        entries[index] = new = entry.holding(k, v)
+        if k is not None:
+            # Round like the cache, so that logits do not depend on which nodes are committed.
+            entries[index] = entry.holding(k, v)
+        new = entries[index]
         visible = tree.ancestors if window is None else trees.within(tree, window)
         seen_from = positions
         if chunked:
@@ -187,14 +190,20 @@ def attention_beside(
     side, visible = list(side), trees.pack_bits(mask)
 
     def attend(
-        index: int, q: Array, k: Array, v: Array, window: int | None = None, **scores: Any
+        index: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        window: int | None = None,
+        **scores: Any,
     ) -> Array:
         if "chunked" in scores:
             raise ValueError(
                 "a draft network with chunked attention is not supported; take another one."
             )
-        new = side[index] = _put(side[index], side[index].holding(k, v), slot)
-        entry = cache.layers[index]
+        if k is not None:
+            side[index] = _put(side[index], side[index].holding(k, v), slot)
+        entry, new = cache.layers[index], side[index]
         return ops.attention(
             q,
             numbers(new.k),

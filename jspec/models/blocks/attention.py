@@ -55,6 +55,7 @@ class Attention(Mixer):
         of so many tokens.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)``; None for no cap.
       has_sinks: whether a learned score of each head takes part in the softmax.
+      source: number of the earlier layer whose keys and values it reads; None for its own.
     """
 
     num_heads: int
@@ -80,6 +81,7 @@ class Attention(Mixer):
     gate_apart: bool = False
     has_sinks: bool = False
     keys_are_values: bool = False
+    source: int | None = None
 
     title = "standard attention"
 
@@ -91,7 +93,7 @@ class Attention(Mixer):
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Widths of the queries (and their gates), the keys and the values."""
-        keys = self.num_kv_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim if self.source is None else 0
         values = 0 if self.keys_are_values else keys
         return (1 + self.gated) * self.num_heads * self.head_dim, keys, values
 
@@ -103,7 +105,7 @@ class Attention(Mixer):
             queries = keys = self.head_dim
         return (
             ("q_norm", self.qk_norm, queries),
-            ("k_norm", self.qk_norm, keys),
+            ("k_norm", self.qk_norm if self.source is None else None, keys),
             ("v_norm", self.v_norm, self.head_dim),
         )
 
@@ -201,6 +203,8 @@ class Attention(Mixer):
         scores = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": params.sinks}
         scores["chunked"] = self.chunked or None
         scores = {name: value for name, value in scores.items() if value is not None}
+        if self.source is not None:
+            index, k, v = self.source, None, None
         mixed = run.attend(index, q, k, v, window=self.window, **scores)
         mixed = mixed.swapaxes(1, 2)
         if self.gated:
@@ -219,7 +223,10 @@ class Attention(Mixer):
         cut = jnp.split(parts, [queries, queries + keys], axis=3)
         if self.keys_are_values:
             cut[2] = cut[1]
-        return [part.reshape(batch, length, -1, self.head_dim) for part in cut]
+        return [
+            part.reshape(batch, length, part.shape[2] * part.shape[3], self.head_dim)
+            for part in cut
+        ]
 
     def _without_gates(self, q: Array) -> tuple[Array, Array]:
         """Return the queries and the gates [B, T, H, head_dim] of both."""

@@ -61,6 +61,7 @@ class Mixer:
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None  # None for queries and keys without a rotation
+    source = None  # An earlier layer whose cache entry it reads; None for an entry of its own.
 
     @property
     def rotation(self) -> Rotation | None:
