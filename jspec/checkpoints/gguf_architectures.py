@@ -109,7 +109,10 @@ def _gemma4(file: GgufFile, raw: dict) -> dict:
     names = (f"blk.{i}.attn_v.weight" for i, kind in enumerate(kinds) if kind == _FULL)
     full = {"rope_type": "proportional", "partial_rotary_factor": share}
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 1e4)}
+    table = file.tensors.get("per_layer_token_embd.weight")
+    sizes = {} if table is None else {"vocab_size_per_layer_input": table.shape[0]}
     return windows | {
+        **sizes,
         "head_dim": get("attention.key_length_swa", raw.get("head_dim")),
         "global_head_dim": raw.get("head_dim"),
         "num_key_value_heads": by_kind.get(_SLIDING, heads),

@@ -85,7 +85,7 @@ class _Stored:
             return self._linear_attention(name)
         tensor, part = self._taken(name), name.split(".")[-2]
         if tensor is None:
-            return None
+            return self._half(name) if ".experts." in name else None
         if self._architecture.permuted and part in ("q_proj", "k_proj"):
             tensor = _halves(part, tensor, self._raw)
         if self._architecture.centred and part.endswith("norm"):
@@ -108,6 +108,19 @@ class _Stored:
         """Return the gates and the inputs of all experts, of gpt-oss."""
         parts = tuple(self._taken(f"{experts}.{each}_proj.{kind}") for each in ("gate", "up"))
         return None if None in parts or parts[0].shape != parts[1].shape else Alternating(parts)
+
+    def _half(self, name: str) -> GgufTensor | None:
+        """Return the gates or the inputs of all experts of a file that has both in one tensor."""
+        joined = re.sub(r"\.(gate|up)_proj\.weight$", ".gate_up_proj.weight", name)
+        stored = None if joined == name else self._table.get_name(joined, (".weight",))
+        tensor = self._file.tensors.get(stored)
+        if tensor is None or len(tensor.shape) != 3:
+            return None
+        self.rest.pop(stored, None)
+        count, rows, inputs = tensor.shape
+        part = slice(rows // 2, None) if ".up_proj" in name else slice(rows // 2)
+        data = tensor.data[:, part]
+        return dataclasses.replace(tensor, data=data, shape=(count, data.shape[1], inputs))
 
     def _keys_and_values(self, name: str) -> GgufTensor | KeysAndValues | None:
         if (joined := self._taken(name)) is not None:

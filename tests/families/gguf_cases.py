@@ -30,6 +30,7 @@ CASES = {
     "gemma3": ("gemma3", "gemma3_text", _GEMMA | {"num_hidden_layers": 6}),
     "gemma4": ("gemma4", "gemma4_text", {}),
     "gemma4, experts": ("gemma4", "gemma4_text-experts", {}),
+    "gemma4, inputs": ("gemma4", "gemma4_text-inputs", {}),
     "mixtral": ("llama", "mixtral", {}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {"mlp_only_layers": []}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", {"decoder_sparse_step": 1}),

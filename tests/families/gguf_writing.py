@@ -91,7 +91,7 @@ def write(path, arch, raw, tensors, kind="F32"):
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     table = gguf.get_tensor_name_map(writer_arch(arch), raw["num_hidden_layers"])
-    for name, tensor in _stacked(tensors):
+    for name, tensor in _stacked(tensors, joins=arch == "qwen35moe"):
         for new, part in _modified(arch, raw, name, tensor):
             stored = table.get_name(new, try_suffixes=(".weight", ".bias"))
             if new.endswith("scale") and "router" in new:
@@ -187,7 +187,7 @@ def _write_others(writer, arch, raw):
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
-def _stacked(tensors):
+def _stacked(tensors, joins):
     """Yield tensors, with all experts of a matrix as one under the name without a number."""
     stacks = {}
     for name, tensor in tensors.items():
@@ -196,8 +196,11 @@ def _stacked(tensors):
             yield name, tensor
         else:
             stacks.setdefault(plain, {})[int(re.search(r"\.experts\.(\d+)\.", name)[1])] = tensor
-    for name, experts in stacks.items():
-        yield name, np.stack([experts[index] for index in range(len(experts))])
+    made = {name: np.stack([each for _, each in sorted(x.items())]) for name, x in stacks.items()}
+    for name in [name for name in made if joins and ".gate_proj." in name]:
+        pair = made.pop(name), made.pop(name.replace("gate_proj", "up_proj"))
+        made[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(pair, 1)
+    yield from made.items()
 
 
 def _modified(arch, raw, name, tensor):
