@@ -73,7 +73,7 @@ def outline(
     dtype = model_files.known_dtype(dtype)
     entries = families.find(raw).table(config)
     on_the_fly.check(entries, scheme)
-    tensors = formats.outlined(formats.of(raw), entries)
+    tensors = formats.outlined(formats.of(raw, quantization), entries)
     if keeps_blocks:
         entries = gguf_names.stacked(entries)
         file = gguf_files.open_file(source)
@@ -128,7 +128,8 @@ def load_pretrained(
         such as ("layers", 0, "mixer", "qkv"). Only the parts that this process's devices hold are
         read, and converted one at a time. None for all on one device.
       quantization: "int8", "fp8" or "int4", of the matrices of layers; "gguf" keeps the blocks of
-        a GGUF file. None for weights as the files have them, and blocks multiplied out.
+        a GGUF file, and "w8a8" quantises rows too where the config asks for it. None for weights
+        as the files have them, and blocks multiplied out.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
@@ -148,7 +149,7 @@ def load_pretrained(
     else:
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)
-    tensors = formats.opened(formats.of(raw), entries, tensors, directory)
+    tensors = formats.opened(formats.of(raw, quantization), entries, tensors, directory)
     ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():

@@ -47,7 +47,7 @@ def for_kernel(weight: Weight, implementation: str | None = None) -> Weight:
       implementation: as of ``ForKernel``.
     """
     stored = weight.stored if isinstance(weight, Transposed) else None
-    if not isinstance(stored, Quantized) or stored.axis != -1 or stored.name != "bfloat16":
+    if type(stored) is not Quantized or stored.axis != -1 or stored.name != "bfloat16":
         return weight
     if stored.code or len(stored.shape) > 2 or not (stored.minima is stored.scales.outer is None):
         return weight

@@ -146,14 +146,24 @@ def _compressed(bits, *, group=None, symmetric=True, packed=True, act_order=Fals
     return write
 
 
-def _group(kind, bits, ignore=("lm_head",), **weights):
+def _group(kind, bits, ignore=("lm_head",), activations=None, **weights):
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"} | weights
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
         "ignore": [*ignore],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations,
+            }
+        },
     }
+
+
+def _by_token(kind):
+    return dict(num_bits=8, type=kind, strategy="token", dynamic=True, symmetric=True)
 
 
 _GROUPED = {"strategy": "group", "group_size": 32}
@@ -196,9 +206,12 @@ CASES = {
     ),
     "w8a16": Case(_group("pack-quantized", 8, ignore=()), _compressed(8), head=True),
     "w4a8": Case(_group("int-quantized", 4, **_GROUPED), _compressed(4, group=32, packed=False)),
-    "w8a8 int8": Case(_group("int-quantized", 8), _compressed(8, packed=False)),
+    "w8a8 int8": Case(
+        _group("int-quantized", 8, activations=_by_token("int")), _compressed(8, packed=False)
+    ),
     "w8a8 fp8": Case(
-        _group("float-quantized", 8, type="float"), _compressed(8, packed=False, fp8=True)
+        _group("float-quantized", 8, type="float", activations=_by_token("float")),
+        _compressed(8, packed=False, fp8=True),
     ),
 }
 

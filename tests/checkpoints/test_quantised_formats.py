@@ -8,12 +8,12 @@ import jspec
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.families.names import Entry
 from jspec.checkpoints.quantised import formats, reading
-from jspec.core.weights import Weight, as_array
+from jspec.core.weights import Weight, as_array, linear
 from jspec.engine.memory import bytes_of
 from jspec.models import decoder
 from tests import eight_devices, networks
 from tests.checkpoints import quantised_writing
-from tests.checkpoints.quantised_writing import CASES, RNG, files_of, write
+from tests.checkpoints.quantised_writing import CASES, FP8, RNG, files_of, write
 
 CONFIG = networks.build(
     vocab_size=64,
@@ -74,14 +74,40 @@ def is_weight(leaf):
 
 @pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks"])
 def test_texts_with_speculation_are_those_without(both, name):
+    texts = generated(both(name)[0])
+    assert texts[0] == texts[1]
+
+
+def generated(directory, quantization=None):
+    """Return the texts of a checkpoint without speculation and with it."""
     params = jspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     texts = []
     for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
         settings = dict(max_num_seqs=2, max_model_len=64, block_size=16, num_gpu_blocks_override=8)
-        llm = jspec.LLM(str(both(name)[0]), config, **settings)
+        llm = jspec.LLM(str(directory), config, quantization=quantization, **settings)
         answers = llm.generate([[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], params)
         texts.append([each.outputs[0].token_ids for each in answers])
-    assert texts[0] == texts[1]
+    return texts
+
+
+@pytest.mark.parametrize(("name", "most"), [("w8a8 int8", 127.5), ("w8a8 fp8", 448)])
+def test_w8a8_quantises_rows_each_with_its_own_scale(both, name, most):
+    weight = jspec.load(both(name)[0], quantization="w8a8").params.layers[0].feed_forward.down
+    x = RNG.normal(size=(5, 128)).astype(np.float32)
+    scales = np.abs(x).max(1, keepdims=True) / np.float32(most)
+    rounded = (x / scales).clip(-127, 127).round() if most < 200 else (x / scales).astype(FP8)
+    expected = rounded.astype(np.float32) * scales @ np.asarray(weight.array())
+    for product in (linear, jax.jit(linear)):
+        np.testing.assert_allclose(product(x, weight), expected, rtol=1e-4, atol=1e-4)
+    apart = np.concatenate([linear(row[None], weight) for row in x])
+    np.testing.assert_allclose(linear(x, weight), apart, rtol=1e-6, atol=1e-6)
+    texts = generated(both(name)[0], "w8a8")
+    assert texts[0] == texts[1] and bytes_of(
+        checkpoint.outline(both(name)[0], quantization="w8a8")[1]
+    ) == bytes_of(checkpoint.outline(both(name)[0])[1])
+    for other in ("w8a16", "awq", "fp8 tensors"):
+        with pytest.raises(ValueError, match="'w8a8' is for configs of compressed-tensors with"):
+            checkpoint.outline(both(other)[0], quantization="w8a8")
 
 
 def test_a_method_may_be_named_and_no_scheme_comes_on_top(both):

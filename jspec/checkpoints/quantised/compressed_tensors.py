@@ -1,6 +1,6 @@
 """compressed-tensors: whole numbers or fp8 with scales, packed into words or not.
 
-Weights are read; activations keep their dtype, also if the config quantises them (w8a8).
+Activations keep their dtype, also if the config quantises them, but with ``quantization`` "w8a8".
 """
 
 import dataclasses
@@ -31,6 +31,15 @@ class CompressedTensors(Format):
     act_order: bool = False  # Each input has a group number.
     block: tuple[int, int] | None = None
     ignored: tuple[str, ...] = ()
+    asks_for_rows: bool = False  # Activations have 8 bits, and scales by token.
+    by_token: bool = False
+
+    def quantising_rows(self) -> Format:
+        """See ``Format``."""
+        is_whole = self.bits == 8 and not self.packed and self.strategy in ("channel", "tensor")
+        if not (self.asks_for_rows and is_whole):
+            return super().quantising_rows()
+        return dataclasses.replace(self, by_token=True)
 
     def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
         """See ``Format``."""
@@ -66,7 +75,8 @@ class CompressedTensors(Format):
         elif self.strategy == "tensor":
             scale = np.broadcast_to(scale.reshape(1, 1), (shape[0], 1))
         if not self.packed:
-            return StoredTensor(shape, {"values": tensors[f"{module}.weight"], "scales": scale})
+            arrays = {"values": tensors[f"{module}.weight"], "scales": scale}
+            return StoredTensor(shape, arrays, by_token=self.by_token)
         words, bits, order = tensors[f"{module}.weight_packed"], self.bits, None
         kind = NIBBLES["int4"] if bits == 4 else np.dtype(np.int8)
         half = 1 << (bits - 1)
@@ -114,7 +124,11 @@ def read(raw: Mapping[str, Any]) -> CompressedTensors:
     order = shared.check(
         weights, "actorder", (None, False, True, "group", "weight", "static", "dynamic"), None
     )
+    inputs = group.get("input_activations")
+    wanted = {"type": weights.get("type", "int"), "num_bits": 8, "strategy": "token"}
+    wanted |= {"dynamic": True, "symmetric": True}
     return CompressedTensors(
+        asks_for_rows=isinstance(inputs, dict) and wanted.items() <= inputs.items(),
         bits=bits,
         is_float=is_float,
         packed=packed,

@@ -16,6 +16,7 @@ from jspec.util.values import is_whole
 Expected = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
 FLOATS = ("float32", "bfloat16", "float16")
 SCALES = FLOATS[::-1]
+W8A8 = "w8a8"  # the ``quantization`` of products of 8 bits by 8
 OUTPUT = "lm_head"  # module of the output matrix, which most formats leave as it is
 
 
@@ -26,6 +27,7 @@ class Format(abc.ABC):
     # tensors that files have as floats are read as floats.
     ignored: tuple[str, ...]
     rank = 2  # Axes of a tensor that is quantised; stacks have three.
+    by_token = False  # whether products quantise rows too
 
     @abc.abstractmethod
     def expected(self, module: str, shape: tuple[int, ...]) -> Expected:
@@ -53,6 +55,17 @@ class Format(abc.ABC):
     def named(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors of files by the names that ``expected`` uses."""
         return dict(tensors)
+
+    def quantising_rows(self) -> "Format":
+        """Return the format for products that quantise each row too.
+
+        Raises:
+          ValueError: its config does not ask for that.
+        """
+        raise ValueError(
+            f"quantization={W8A8!r} is for configs of compressed-tensors with input_activations of "
+            "8 bits, dynamic and by token, and weights by channel or tensor; leave it out"
+        )
 
     def ignores(self, module: str) -> bool:
         """Return whether a config names a module, or one around it, as not quantised."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from jspec.checkpoints.families.names import HEAD, Entry
 from jspec.checkpoints.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
-from jspec.checkpoints.quantised.format import FLOATS, Expected, Format
+from jspec.checkpoints.quantised.format import FLOATS, W8A8, Expected, Format
 from jspec.util.messages import printable, shown
 
 _MODULES = (fp8, compressed_tensors, awq, gptq, mxfp4)
@@ -24,11 +24,12 @@ def method_of(raw: Mapping[str, Any]) -> Any:
     return None if config is None else config.get("quant_method")
 
 
-def of(raw: Mapping[str, Any]) -> Format | None:
+def of(raw: Mapping[str, Any], quantization: str | None = None) -> Format | None:
     """Return the format of a config.json; None for weights that are not quantised.
 
     Raises:
-      ValueError: it is unknown, or has settings that are not supported.
+      ValueError: it is unknown, or has settings that are not supported; or ``quantization`` is
+        "w8a8" and the config does not ask for it.
     """
     config = _config(raw)
     if config is None:
@@ -42,7 +43,8 @@ def of(raw: Mapping[str, Any]) -> Format | None:
             f"bfloat16 or in one of {known}"
         )
     try:
-        return module.read(config)
+        kind = module.read(config)
+        return kind.quantising_rows() if quantization == W8A8 else kind
     except ValueError as error:
         raise ValueError(f"quantization_config of quant_method {method!r}: {error}") from None
 
@@ -122,6 +124,8 @@ def _matrices(kind: Format, entries: tuple[Entry, ...]) -> Iterator[tuple[str, t
     for entry in entries:
         if entry.float32 or len(entry.shapes[0]) < 2 or entry.path[-1] in _FLOATS:
             continue
+        if entry.stack and kind.by_token:
+            raise ValueError(f"quantization={W8A8!r} takes no experts; leave it out")
         for name, shape in zip(entry.names, entry.stored_shapes, strict=True):
             if len(shape) == kind.rank:
                 yield name, shape

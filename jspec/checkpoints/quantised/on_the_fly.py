@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jspec.checkpoints.families.names import Entry
+from jspec.checkpoints.quantised.format import W8A8
 from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array
@@ -27,7 +28,7 @@ def scheme_of(name: Any, method: Any = None) -> Scheme | None:
     Raises:
       ValueError: there is none of that name, or the weights are quantised otherwise.
     """
-    if name is None or (name == method and isinstance(name, str)):
+    if name is None or (isinstance(name, str) and method and name in (method, W8A8)):
         return None
     if method is not None and name in SCHEMES:
         raise ValueError(

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jspec.checkpoints.families.names import Entry
 from jspec.checkpoints.quantised.stored import NIBBLES, StoredTensor
 from jspec.core.quantized import Factors, Joined, Quantized, stored_nibbles
+from jspec.core.quantized_rows import ByToken
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight
 from jspec.models.quantised import for_kernel
@@ -95,7 +96,7 @@ def _made(
         inner = array(name)
         return None if inner is None else Factors(inner, array(f"outer_{name}"))
 
-    weight = Quantized(
+    weight = (ByToken if first.by_token else Quantized)(
         values=array("values"),
         scales=factors("scales"),
         zeros=array("zeros"),

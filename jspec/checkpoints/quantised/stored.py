@@ -42,12 +42,14 @@ class StoredTensor:
         "scales", "outer_scales", "zeros", "minima" and "outer_minima".
       order: the column of each stored column; None for the same.
       flipped: whether the floats of a stack are [E, in, out], unlike the arrays.
+      by_token: whether products quantise rows too; see ``ByToken``.
     """
 
     shape: tuple[int, ...]
     arrays: Mapping[str, np.ndarray | Rows]
     order: np.ndarray | None = None
     flipped: bool = False
+    by_token: bool = False
 
     dtype = np.dtype(np.float32)
 
