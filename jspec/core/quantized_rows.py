@@ -23,8 +23,12 @@ class ByToken(Quantized):
         contracted = (((1,), (2 + self.axis,)), ((), ()))
 
         def in_float32(x: Array, w: Array) -> Array:
-            wide = x.astype(jnp.float32), w.astype(jnp.float32)
-            return lax.dot_general(*wide, contracted, precision=lax.Precision.HIGHEST)
+            return lax.dot_general(
+                x.astype(jnp.float32),
+                w.astype(jnp.float32),
+                contracted,
+                precision=lax.Precision.HIGHEST,
+            )
 
         def as_stored(x: Array, w: Array) -> Array:
             is_whole = jnp.issubdtype(w.dtype, jnp.integer)
