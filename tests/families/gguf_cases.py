@@ -5,6 +5,7 @@ from tests.families.rows import LLAMA3, TRAINED, YARN, rope
 
 _LLAMA3 = rope("llama3", **LLAMA3 | {"original_max_position_embeddings": 8192})
 _BOTH = {"mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": TRAINED}
+_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 _FULL = {"layer_types": ["full_attention"] * 2}
 _HYBRID = {
     "layer_types": None,
@@ -30,7 +31,7 @@ CASES = {
     "gemma3": ("gemma3", "gemma3_text", _GEMMA | {"num_hidden_layers": 6}),
     "gemma4": ("gemma4", "gemma4_text", {}),
     "gemma4, experts": ("gemma4", "gemma4_text-experts", {}),
-    "gemma4, inputs": ("gemma4", "gemma4_text-inputs", {}),
+    "gemma4, inputs": ("gemma4", "gemma4_text", _INPUTS),
     "mixtral": ("llama", "mixtral", {}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {"mlp_only_layers": []}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", {"decoder_sparse_step": 1}),
