@@ -77,6 +77,8 @@ class Entry(abc.ABC):
 
     has_pages: ClassVar[bool] = False  # whether an engine keeps it in pages: it is a ``SlotEntry``
     is_divided: ClassVar[bool] = False  # whether the devices of a mesh have some of its heads each
+    can_copy: ClassVar[bool] = False  # whether ``with_copy`` has room for a copy
+    copy: ClassVar[Any] = None  # a copy of the state behind the last page's end; None for no copies
 
     @abc.abstractmethod
     def of_nodes(self, batch: int, count: int) -> Any:
@@ -88,6 +90,10 @@ class Entry(abc.ABC):
 
         Rows of count 0 must not change, and no value behind ``commit.count`` may have an effect.
         """
+
+    def with_copy(self) -> Self:
+        """Return an empty entry with room for ``copy``, which ``kv_cache.append`` writes."""
+        return self
 
     def stored_as(self, dtype: str) -> Self:
         """Return an empty entry whose slots are stored in ``dtype``; states of rows stay."""

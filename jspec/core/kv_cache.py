@@ -65,12 +65,44 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
 
     Only the first ``count`` [B] are committed, and become readable.
     """
+    cache = _with_copies(cache, new, rows, count)
     commits = [Commit(rows, count, cache.length, table) for table in cache.tables or (None,)]
     pairs = enumerate(zip(cache.layers, new, strict=True))
     layers = tuple(
         entry.append(values, commits[cache.kind_of(layer)]) for layer, (entry, values) in pairs
     )
     return cache.replace(layers=layers, length=cache.length + count)
+
+
+def _with_copies(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
+    """Return the cache with a copy of each state behind the last page's end that ``append`` passes.
+
+    Few rounds pass one, so it is a loop of zero turns or one: a branch would copy the states.
+    """
+    keeping = [layer for layer, entry in enumerate(cache.layers) if entry.copy is not None]
+    if not (cache.tables and keeping):
+        return cache
+    pool = next(entry for entry in cache.layers if entry.has_pages)
+    size = jax.tree.leaves(pool)[0].shape[NODE_AXIS]
+    passed = (cache.length + count) // size * size - cache.length
+    commit = Commit(rows, jnp.maximum(passed, 0), cache.length)
+
+    def put(fresh: Array, old: Array) -> Array:
+        return jnp.where((passed > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+
+    def keep(carry: tuple[list[Entry], Array]) -> tuple[list[Entry], Array]:
+        copied = []
+        for layer, entry in zip(keeping, carry[0], strict=True):
+            fresh = entry.replace(copy=None).append(new[layer], commit)
+            copied.append(entry.replace(copy=jax.tree.map(put, fresh, entry.copy)))
+        return copied, jnp.array(False)
+
+    states = [cache.layers[layer] for layer in keeping]
+    states, _ = lax.while_loop(lambda carry: carry[1], keep, (states, (passed > 0).any()))
+    layers = list(cache.layers)
+    for layer, entry in zip(keeping, states, strict=True):
+        layers[layer] = entry
+    return cache.replace(layers=tuple(layers))
 
 
 def append_prompt(cache: KVCache, new: tuple[Any, ...], count: Array) -> KVCache:

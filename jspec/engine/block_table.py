@@ -111,6 +111,19 @@ class BlockTable:
         page = num_tokens // pool.size
         return pool.snapshots.add(self.digests[page - 1]) if page <= len(self.digests) else None
 
+    def snapshot_of_end(self, text: np.ndarray, num_cached: int) -> int | None:
+        """Return the number of a snapshot to be made behind the last page of a text that ended.
+
+        None: there is one, or none is made. ``num_cached`` are the tokens that all caches hold; one
+        that holds more may have passed the next page's end.
+        """
+        if self.pool is None or self.pool.snapshots is None:
+            return None
+        page = (len(text) - 1) // self.pool.size
+        if page != num_cached // self.pool.size or not 0 < page <= len(self.digests):
+            return None
+        return self.pool.snapshots.add(self.digests[page - 1])
+
     def snapshot(self, num_tokens: int) -> int | None:
         """Return the number of the snapshot behind the first ``num_tokens``; None without states.
 

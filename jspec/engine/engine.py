@@ -282,6 +282,7 @@ class Engine:
             if sequence.error is not None:
                 self.scheduler.leave(sequence)
             elif sequence.finished:
+                self.runner.keep_end(sequence, int(ran.num_cached[slot]))
                 self.scheduler.finish(sequence)
             elif has_ended:
                 sequence.end("stop")

@@ -274,7 +274,9 @@ def _workspace(
     activations of a layer.
     """
     has_pages, size = reads_pages(plan), slots.buffer_size(plan, max_model_len)
-    state = jax.eval_shape(lambda p: slots.allocate(plan, p, 1, size, has_pages), params)
+    state = jax.eval_shape(
+        lambda p: slots.allocate(plan, p, 1, size, has_pages, keeps=has_pages), params
+    )
     caches = bytes_of([cache.layers for cache in kv_cache.caches_of(state)])
     nodes, kinds = plan.drafter.tree_size, 3 if plan.drafter.max_depth else 2
     logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)

@@ -106,6 +106,11 @@ class Pool(Replica):
         self.buffers = self._allocate(self._counts)
 
     @property
+    def keeps_states(self) -> bool:
+        """True if snapshots are made of copies of states behind the last page's end."""
+        return self.snapshots is not None and self.snapshots.has_copies
+
+    @property
     def _counts(self) -> tuple[int, ...]:
         return tuple(kind.num_pages for kind in self.blocks.kinds)
 

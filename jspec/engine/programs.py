@@ -166,6 +166,7 @@ class Programs:
             cached=np.int32(0),
             ready=np.bool_(False),
             has_pages=engine.pool is not None,
+            keeps=engine.runner.worker.keeps,
         )
         form = _form(keyed)
         yield ("seat", form), seat
@@ -230,7 +231,12 @@ class Programs:
         request = slots.with_keys.eval_shape(*self._words(profile))
         capacity = slots.buffer_size(engine.plan, engine.capacity)
         state = slots.allocate.eval_shape(
-            engine.plan, engine.params, len(rows), capacity, engine.pool is not None
+            engine.plan,
+            engine.params,
+            len(rows),
+            capacity,
+            has_pages=engine.pool is not None,
+            keeps=engine.runner.worker.keeps,
         )
         states = token_fsm.first_state(request.sampling.automaton)
         state = state.replace(history=state.history.replace(state=states))

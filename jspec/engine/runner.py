@@ -166,6 +166,13 @@ class Runner:
             if number is not None:
                 self.worker.keep(sequence.slot, number)
 
+    def keep_end(self, sequence: EngineSequence, num_cached: int) -> None:
+        """Keep a snapshot of a text that the device ended, with ``num_cached`` tokens in caches."""
+        if self.worker.keeps:
+            number = sequence.table.snapshot_of_end(sequence.text, num_cached)
+            if number is not None:
+                self.worker.keep(sequence.slot, number)
+
     def launch(
         self,
         chosen: LaunchPlan,

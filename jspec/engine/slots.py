@@ -26,12 +26,15 @@ def buffer_size(plan: Plan, longest: int) -> int:
     return -(-needed // _TILE_SLOTS) * _TILE_SLOTS
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "batch", "size", "has_pages"))
+@functools.partial(jax.jit, static_argnames=("plan", "batch", "size", "has_pages", "keeps"))
 @standard_promotion
-def allocate(plan: Plan, params: Params, batch: int, size: int, has_pages: bool) -> DecodeState:
+def allocate(
+    plan: Plan, params: Params, batch: int, size: int, has_pages: bool, keeps: bool = False
+) -> DecodeState:
     """Return the state of ``batch`` empty rows in buffers of ``size`` tokens.
 
-    All rows are done. With pages, caches have no slots of their own.
+    All rows are done. With pages, caches have no slots of their own. If it ``keeps``, recurrent
+    states have room for a copy behind the last page's end.
     """
     request, _ = request_of([None] * batch, Profile(), plan.target.vocab_size)
     missed, spare = None, 0
@@ -46,10 +49,17 @@ def allocate(plan: Plan, params: Params, batch: int, size: int, has_pages: bool)
         round=jnp.int32(0),
         missed=missed,
     )
+    if keeps:
+        cache, memory = kv_cache.over_caches(_keeping, (state.cache, state.memory))
+        state = state.replace(cache=cache, memory=memory)
     return (state.detached().replace(pools=()) if has_pages else state).settled()
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "has_pages"), donate_argnames="state")
+def _keeping(cache: kv_cache.KVCache) -> kv_cache.KVCache:
+    return cache.replace(layers=tuple(entry.with_copy() for entry in cache.layers))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "has_pages", "keeps"), donate_argnames="state")
 @standard_promotion
 def seat(
     plan: Plan,
@@ -62,6 +72,7 @@ def seat(
     cached: Array,
     ready: Array,
     has_pages: bool,
+    keeps: bool = False,
 ) -> tuple[Request, DecodeState]:
     """Write a sequence into a row of the batch, where ``prefill`` reads its text.
 
@@ -79,11 +90,12 @@ def seat(
       cached: int32 [], the tokens of the text that pages hold.
       ready: bool [], true if the text has one token, so that nothing is to be prefilled.
       has_pages: static.
+      keeps: static, as of ``allocate``.
     """
     request = with_keys(request, streams)
     first = token_fsm.first_state(request.sampling.automaton)
     first = None if first is None else first[slot][None]
-    row = allocate(plan, params, 1, len(text), has_pages)
+    row = allocate(plan, params, 1, len(text), has_pages, keeps)
     row = row.replace(
         history=History(text[None], jnp.ones(1, jnp.int32), first),
         cache=_with_length(row.cache, cached) if has_pages else row.cache,
@@ -99,13 +111,18 @@ def seat(
     return request, jax.tree.map(put, state, row).settled()
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width", "has_pages"))
+@functools.partial(jax.jit, static_argnames=("plan", "width", "has_pages", "keeps"))
 @standard_promotion
 def widened(
-    plan: Plan, params: Params, state: DecodeState, width: int, has_pages: bool
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    width: int,
+    has_pages: bool,
+    keeps: bool = False,
 ) -> DecodeState:
     """Return the state with ``width`` rows, of which the new ones are empty."""
-    fresh = allocate(plan, params, width, state.history.tokens.shape[1], has_pages)
+    fresh = allocate(plan, params, width, state.history.tokens.shape[1], has_pages, keeps)
     if state.history.state is not None:
         states = jnp.full(width, token_fsm.FREE, state.history.state.dtype)
         fresh = fresh.replace(history=fresh.history.replace(state=states))

@@ -2,8 +2,10 @@
 
 Pages hold keys and values, but not the states of recurrent layers. So the prefill of a text stops
 at the last page that another text may share, and the states are kept there, under the digest of the
-text so far. A sequence begins behind a cached prefix as far as there is a snapshot. The snapshot
-that was used last stays longest.
+text so far. Rows also keep a copy of their states behind the last page's end that they passed. A
+text that ends leaves it as a snapshot, behind which the next turn of a chat begins. A sequence
+begins behind a cached prefix as far as there is a snapshot. The snapshot that was used last stays
+longest.
 """
 
 import collections
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core import entries, kv_cache
+from jspec.core.entries import Entry
 from jspec.core.kv_cache import KVCache
 from jspec.core.types import Array
 from jspec.engine.loop import DecodeState
@@ -34,6 +37,8 @@ class Snapshots:
 
     def __init__(self, caches: Sequence[KVCache], most: int):
         self.most, self._shapes = most, [_states_of(cache) for cache in caches]
+        # Whether rows have copies of all states behind the last page's end.
+        self.has_copies = all(entry.can_copy for states in self._shapes for entry in states)
         self._slots: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._buffers: Any = None
 
@@ -114,8 +119,9 @@ def most_within(limit: int, row: int) -> int:
 
 
 def _states_of(cache: KVCache) -> tuple[Any, ...]:
-    """Return the entries of a cache that have no pages, in order."""
-    return tuple(entry for entry in cache.layers if entry is not None and not entry.has_pages)
+    """Return the entries of a cache that have no pages, in order; copies of them if it has any."""
+    states = (entry for entry in cache.layers if entry is not None and not entry.has_pages)
+    return tuple(entry if entry.copy is None else entry.copy for entry in states)
 
 
 def _states(state: DecodeState) -> list[Any]:
@@ -150,10 +156,16 @@ def _restored(state: DecodeState, buffers: Any, row: Array, number: Array) -> De
     def put(state: Array, buffer: Array) -> Array:
         return state.at[row].set(buffer[number])
 
+    def begun(entry: Entry, saved: Entry) -> Entry:
+        if entry.copy is None:
+            return jax.tree.map(put, entry, saved)
+        copy = jax.tree.map(put, entry.copy, saved)
+        return jax.tree.map(put, entry.replace(copy=None), saved).replace(copy=copy)
+
     def restored(cache: KVCache) -> KVCache:
         saved = iter(next(pending))
         layers = tuple(
-            entry if entry is None or entry.has_pages else jax.tree.map(put, entry, next(saved))
+            entry if entry is None or entry.has_pages else begun(entry, next(saved))
             for entry in cache.layers
         )
         return cache.replace(layers=layers)

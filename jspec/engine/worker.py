@@ -58,6 +58,11 @@ class Worker(Replica):
         return self._state is not None
 
     @property
+    def keeps(self) -> bool:
+        """True if rows have copies of their states behind the last page's end."""
+        return self.pool is not None and self.pool.keeps_states
+
+    @property
     def width(self) -> int:
         """The number of rows of the request."""
         return len(self.request.max_length)
@@ -89,7 +94,7 @@ class Worker(Replica):
         """Have more rows; those that there are stay."""
         if self._state is not None:
             self._state = slots.widened(
-                self.plan, self.params, self._state, width, self.pool is not None
+                self.plan, self.params, self._state, width, self.pool is not None, self.keeps
             )
 
     @everywhere
@@ -108,7 +113,7 @@ class Worker(Replica):
         has_pages = self.pool is not None
         if self._state is None:
             width, size = len(new.streams), len(text)
-            self._state = slots.allocate(self.plan, self.params, width, size, has_pages)
+            self._state = slots.allocate(self.plan, self.params, width, size, has_pages, self.keeps)
         self._state = new.fitted(self._state)
         self.request, self._state = slots.seat(
             self.plan,
@@ -121,6 +126,7 @@ class Worker(Replica):
             cached=np.int32(cached),
             ready=np.bool_(ready),
             has_pages=has_pages,
+            keeps=self.keeps,
         )
 
     @everywhere

@@ -140,6 +140,32 @@ def test_drafted_tokens_are_those_of_the_text_before_them_read_at_once(directory
     np.testing.assert_array_equal(nodes[full][:, 1:], likeliest)
 
 
+@pytest.mark.parametrize("name", ["tree", "same"])
+def test_the_next_turn_of_a_chat_begins_behind_the_last_answer(directory, name):
+    """Its prompt is the first turn's with the answer; without a copy only the first turn's counts.
+
+    An engine without a prefix cache gives the same texts.
+    """
+    model, (network, weights) = loaded(directory), drafter(directory, name)
+    plan, params = Plan(model.target, network, "coupled"), Params(model.params, weights)
+    turn, found, cached = rows()[3], [], []
+    for keeps in (True, False, None):
+        pool = Pool(
+            plan, params, num_pages=60, page_size=4, enable_prefix_caching=keeps is not None
+        )
+        if keeps is False:
+            pool.snapshots.has_copies = False
+        engine = Engine(plan, params, num_slots=1, capacity=96, pool=pool)
+        first = engine.run([turn])[0].tokens.tolist()
+        longer = dataclasses.replace(turn, prompt=(*turn.prompt, *first, 9, 8, 7))
+        second = engine.run([longer])[0]
+        found.append((first, second.tokens.tolist()))
+        cached.append(second.num_cached_tokens)
+    assert found == found[:1] * 3
+    assert len(turn.prompt) == 39 and len(first) == 20
+    assert cached == [56, 36, 0]
+
+
 @pytest.mark.parametrize("name", ["tree", "like"])
 def test_a_preempted_sequence_goes_on_with_the_same_text(directory, name):
     found, tickets, _ = texts(directory, name, num_pages=18, rounds=2)

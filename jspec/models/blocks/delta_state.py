@@ -55,6 +55,13 @@ class DeltaState(Entry):
     inputs: Array  # [B, P, W - 1, C] float32
     num_keys: int = struct.field(pytree_node=False)  # Hk; each key head has H / Hk matrices S
     is_divided: bool = struct.field(pytree_node=False, default=False)  # see ``Entry``
+    copy: "DeltaState | None" = None  # see ``Entry``
+
+    can_copy = True
+
+    def with_copy(self) -> Self:
+        """See ``Entry``."""
+        return self.replace(copy=jax.tree.map(jnp.zeros_like, self))
 
     def of_nodes(self, batch: int, count: int) -> DeltaNodes:
         """See ``Entry``."""
