@@ -189,6 +189,7 @@ TABLE = (
         {"nodes": 16},
         {"sampled": True},
         {"kv_cache_dtype": "fp8"} | _XLA,
+        {"kv_cache_dtype": "fp8"},
         *({"quantization": name} for name in ("fp8", "int8", "int4")),
         {"model": "gemma-27b", "context": 8192},
         _70B,

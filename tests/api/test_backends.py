@@ -79,9 +79,9 @@ def test_a_backend_that_does_not_run_here_is_refused_by_name(arguments, message)
             "heads of a multiple of 16 features up to 128, not 72; pad them",
         ),
         (
-            dataclasses.replace(BFLOAT16, kv_cache_dtype="int8"),
+            dataclasses.replace(BFLOAT16.with_mixers(head_dim=48), kv_cache_dtype="int8"),
             64,
-            r"takes no cache in int8 \(kv_cache_dtype\)",
+            "heads of a multiple of 32 features up to 128, not 48; pad them",
         ),
         (BFLOAT16, 48, "takes pages of a multiple of 64 slots, not 48; choose others, or leave"),
     ],

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jspec import ops
 from jspec.core import trees
+from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.weights import Transposed
 from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 from jspec.kernels.tree_attention.shapes import CASES
@@ -196,6 +197,27 @@ def test_the_kernel_for_hopper_is_the_reference(module, page, case):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     by_kernel = run(module, arrays, options, blocks=blocks, interpret=interpret)
     np.testing.assert_allclose(by_kernel, result, atol=1e-2)
+    assert not gpu_races()
+
+
+@pytest.mark.parametrize(("module", "page"), [gpu(None), gpu(64)])
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_kernel_for_hopper_widens_a_cache_in_8_bits(name, module, page):
+    lengths = [0, 100, 190]
+    arrays, options = random_case(4, 2, 32, 9, 9, 192, lengths, dtype=ml_dtypes.bfloat16)
+    if page is not None:
+        arrays, options["table"] = in_pages(arrays, page)
+    arrays |= {
+        x: Narrow.of(jnp.asarray(arrays[x]), name, jnp.dtype(jnp.bfloat16))
+        for x in ("cache_k", "cache_v")
+    }
+    blocks = module.Blocks(2, weights_in_registers=False)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    attend = functools.partial(module.tree_attention.__wrapped__, **options, scale=0.3)
+    attend = functools.partial(attend, blocks=blocks, interpret=interpret)
+    result = jax.jit(attend)(*arrays.values())
+    by_reference = reference.tree_attention(*arrays.values(), **options, scale=0.3)
+    np.testing.assert_allclose(result, by_reference, atol=1e-2)
     assert not gpu_races()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jspec import ops
 from jspec.core import trees
+from jspec.core.narrow import LIMITS, Narrow
 from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu
 from jspec.kernels.tree_attention.shapes import CASES
 from tests.kernels.attention import in_pages, random_case
@@ -57,6 +58,24 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype, page):
     lowered = jax.jit(attend).trace(*arrays).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count(call) >= 1
     assert lowered.out_info.shape == (batch, queries, case.nodes, features)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_kernel_for_hopper_takes_pages_in_8_bits(name):
+    shape, pool = jax.ShapeDtypeStruct, (33, 8, 64, 128)
+    node = shape((2, 8, 5, 128), jnp.bfloat16)
+    cache = jax.eval_shape(lambda: Narrow.zeros(pool, name, jnp.dtype(jnp.bfloat16)))
+    words, length, table = ((2, 5, 1), jnp.uint32), ((2,), jnp.int32), ((2, 16), jnp.int32)
+    words, length, table = (shape(*each) for each in (words, length, table))
+
+    def attend(q, node, words, cache, length, table):
+        return ops.attention(
+            q, node, node, words, cache, cache, length, table=table, implementation="pallas_gpu"
+        )
+
+    q = shape((2, 32, 5, 128), jnp.float32)
+    traced = jax.jit(attend).trace(q, node, words, cache, length, table)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_small_batches_share_a_prefix_among_several_programs():
