@@ -190,7 +190,7 @@ def test_every_dotted_name_on_a_page_imports(page):
     text = page.read_text(encoding="utf-8")
     names = set(re.findall(r"(?<![\w/.])(?:jspec|training|benchmarks)(?:\.\w+)+", text))
     for name in names:
-        if not name.endswith((".py", ".json", ".html")):
+        if not name.endswith((".py", ".json", ".html", ".md")):
             pkgutil.resolve_name(name)
 
 
