@@ -14,6 +14,7 @@ import pytest
 from jspec import ops
 from jspec.checkpoints.quantised import on_the_fly
 from jspec.core.quantized import SCHEMES, Factors, Quantized, quantize
+from jspec.core.quantized_rows import ByToken
 from jspec.core.weights import Transposed, as_stored
 from jspec.kernels.quantized_matmul import pallas_gpu, reference, xla
 from jspec.kernels.quantized_matmul.shapes import CASES
@@ -152,7 +153,10 @@ def test_weights_that_no_kernel_takes_stay_as_they_are(hopper, monkeypatch):
             quantize(matrix[:, :40], scheme, swapped=True),
         ]
         assert all(for_kernel(other) is other for other in others)
-    one = quantize(matrix, scheme, swapped=True)
+    one = quantize(matrix, SCHEMES["int8"], swapped=True)
+    fields = {name: getattr(one.stored, name) for name in Quantized.__dataclass_fields__}
+    by_token = Transposed(ByToken(**fields))
+    assert for_kernel(by_token) is by_token
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert for_kernel(one) is one
 
