@@ -50,7 +50,9 @@ class EngineArgs:
         None, "auto, float32, bfloat16 or float16.", kind=str, default="auto"
     )
     quantization: str | None = argument(
-        None, "int8, fp8 or int4, or gguf to keep the blocks of a GGUF file.", kind=str | None
+        None,
+        "int8, fp8 or int4; gguf to keep the blocks of a GGUF file; w8a8 to quantise rows too.",
+        kind=str | None,
     )
     max_model_len: int | None = argument(None, "Longest text, prompt included.")
     seed: int = argument(0, "Seed of requests without one.", check=_SEED)

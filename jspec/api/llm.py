@@ -44,7 +44,8 @@ class LLM:
       dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for the dtype of
         each checkpoint. Loaded models keep theirs, and None then gives the drafter the target's.
       quantization: "int8", "fp8" or "int4": matrices of the target's layers are quantised as they
-        are read. "gguf" keeps the blocks of a GGUF file. None for weights as the files have them.
+        are read. "gguf" keeps the blocks of a GGUF file; "w8a8" quantises activations too, where
+        the files ask for it. None for weights as the files have them.
       max_model_len: longest sequence, prompt included; None for the target's limit.
       seed: 0 or more; with the request's number, the noise of requests without a seed. The same
         seed gives the same texts in every ``LLM``, as in vLLM.

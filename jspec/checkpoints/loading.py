@@ -104,7 +104,8 @@ def load(
       model: a local directory or a hub id.
       dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
       sharding: as of ``checkpoint.load_pretrained``.
-      quantization: "int8", "fp8" or "int4", of the matrices of layers (docs/compatibility.md).
+      quantization: "int8", "fp8" or "int4", of the matrices of layers; "gguf" or "w8a8", of files
+        that are quantised so (docs/compatibility.md).
 
     Raises:
       ValueError: it cannot be read.

@@ -77,7 +77,8 @@ _WORKS = {
     "`tensor_parallel_size`: each has a part of its heads, widths and vocabulary",
     "attention_backend": "form of the drafter's attention: 'xla', 'pallas_gpu', 'pallas_tpu' or "
     "'reference'; the device's default if left out",
-    "quantization": "'int8', 'fp8' or 'int4': matrices of the draft model are quantised",
+    "quantization": "'int8', 'fp8' or 'int4': matrices of the draft model are quantised; "
+    "'gguf' or 'w8a8' as for the target",
     "kv_cache_dtype": "numbers of the drafter's KV cache, whatever the target's are: 'bfloat16', "
     "'float32', 'fp8' (or 'fp8_e4m3'), 'fp8_e5m2' or 'int8'; those of its activations if left out",
     "max_model_len": "longest sequence to draft for, within the limits of both models; later "

@@ -39,7 +39,8 @@ def scheme_of(name: Any, method: Any = None) -> Scheme | None:
         known, meant = ", ".join(map(repr, SCHEMES)), did_you_mean(name, SCHEMES)
         raise ValueError(
             f"quantization={shown(name)} is not supported; use one of {known}, 'gguf' with a GGUF "
-            f"file, or leave it out for files that are quantised{meant or '.'}"
+            f"file, {W8A8!r} with files that ask for it, or leave it out for files that are "
+            f"quantised{meant or '.'}"
         )
     return SCHEMES[name]
 
