@@ -98,7 +98,7 @@ def _gemma4(file: GgufFile, raw: dict) -> dict:
     """Return the keys of layers with a window and of those without one.
 
     Frequencies that are divided by 1e30 are of features without a rotation. Layers without a window
-    whose values are their keys have no tensor for them.
+    whose values are their keys have no tensor for them; nor have layers that read those of others.
     """
     get = lambda key, default=None: number(file.get("{arch}." + key, default))
     windows = _kinds(file, raw)
@@ -106,13 +106,15 @@ def _gemma4(file: GgufFile, raw: dict) -> dict:
     heads, divisors = raw["num_key_value_heads"], file.tensors.get("rope_freqs.weight")
     by_kind = dict(zip(kinds, heads, strict=False)) if isinstance(heads, list) else {}
     share = 1.0 if divisors is None else float((divisors[:] < 1e10).mean())
-    names = (f"blk.{i}.attn_v.weight" for i, kind in enumerate(kinds) if kind == _FULL)
+    unshared = raw["num_hidden_layers"] - raw.get("num_kv_shared_layers", 0)
+    names = (f"blk.{i}.attn_v.weight" for i, kind in enumerate(kinds[:unshared]) if kind == _FULL)
     full = {"rope_type": "proportional", "partial_rotary_factor": share}
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 1e4)}
     table = file.tensors.get("per_layer_token_embd.weight")
     sizes = {} if table is None else {"vocab_size_per_layer_input": table.shape[0]}
     return windows | {
         **sizes,
+        **_widths(raw, unshared),
         "head_dim": get("attention.key_length_swa", raw.get("head_dim")),
         "global_head_dim": raw.get("head_dim"),
         "num_key_value_heads": by_kind.get(_SLIDING, heads),
@@ -126,6 +128,21 @@ def _gemma4(file: GgufFile, raw: dict) -> dict:
         },
         "rope_scaling": None,
     }
+
+
+def _widths(raw: dict, unshared: int) -> dict:
+    """Return the widths of MLPs: of the first ``unshared`` layers, and of others twice as wide."""
+    given = raw["intermediate_size"]
+    if not isinstance(given, list):
+        return {}
+    width, count = min(given, default=0), raw["num_hidden_layers"]
+    doubled = [width] * unshared + [2 * width] * (count - unshared)
+    if given not in (doubled, [width] * count):
+        raise ValueError(
+            f"gemma4.feed_forward_length={shown(given)} is not supported, only one width, and "
+            f"twice that in the last {count - unshared} of {count} layers"
+        )
+    return {"intermediate_size": width, "use_double_wide_mlp": given == doubled}
 
 
 def _sparse(file: GgufFile, raw: dict) -> dict:

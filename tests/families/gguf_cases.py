@@ -32,6 +32,7 @@ CASES = {
     "gemma4": ("gemma4", "gemma4_text", {}),
     "gemma4, experts": ("gemma4", "gemma4_text-experts", {}),
     "gemma4, inputs": ("gemma4", "gemma4_text", _INPUTS),
+    "gemma4, shared": ("gemma4", "gemma4_text-shared", {}),
     "mixtral": ("llama", "mixtral", {}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {"mlp_only_layers": []}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", {"decoder_sparse_step": 1}),

@@ -67,10 +67,17 @@ def write(path, arch, raw, tensors, kind="F32"):
         given["moe_intermediate_size"] = raw["intermediate_size"]
     if arch == "gemma4":
         (full, *_) = raw["per_layer_config"].values()
-        sizes = full["num_key_value_heads"], raw["num_key_value_heads"]
+        sizes = full.get("num_key_value_heads"), raw["num_key_value_heads"]
         sliding = [each == "sliding_attention" for each in raw["layer_types"]]
-        given["num_key_value_heads"] = [sizes[each] for each in sliding]
+        if None not in sizes:
+            given["num_key_value_heads"] = [sizes[each] for each in sliding]
         writer.add_sliding_window_pattern(sliding)
+        unshared = len(sliding) - raw["num_kv_shared_layers"]
+        if raw["use_double_wide_mlp"]:
+            width = raw["intermediate_size"]
+            given["intermediate_size"] = [
+                width * (1 + (i >= unshared)) for i in range(len(sliding))
+            ]
         given |= {} if raw["enable_moe_block"] else {"num_experts": None, "top_k_experts": None}
     if arch == "olmoe":
         given.pop("moe_intermediate_size")
