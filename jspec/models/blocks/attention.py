@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -218,14 +219,15 @@ class Attention(Mixer):
     def _heads(self, fused: Array) -> list[Array]:
         """Return q, k and v [B, T, heads, head_dim] of columns [B, T, ...]; q has gates too."""
         batch, length, _ = fused.shape
-        parts = fused.reshape(batch, length, self.column_parts, -1, self.head_dim)
+        # XLA for TPUs pads an axis of one part by the batch, up to 16 times.
+        parts = (self.column_parts,) if self.column_parts > 1 else ()
+        apart = fused.reshape(batch, length, *parts, -1, self.head_dim)
         queries, keys, _ = (n // self.column_parts // self.head_dim for n in self.qkv_sizes)
-        cut = jnp.split(parts, [queries, queries + keys], axis=3)
+        cut = jnp.split(apart, [queries, queries + keys], axis=-2)
         if self.keys_are_values:
             cut[2] = cut[1]
         return [
-            part.reshape(batch, length, part.shape[2] * part.shape[3], self.head_dim)
-            for part in cut
+            part.reshape(batch, length, math.prod(part.shape[2:-1]), self.head_dim) for part in cut
         ]
 
     def _without_gates(self, q: Array) -> tuple[Array, Array]:
