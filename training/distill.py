@@ -144,7 +144,7 @@ def _open(settings: DistillSettings, mesh: Mesh) -> tuple[LoadedModel, Data]:
     """Load the target onto a mesh of this process, and the data."""
 
     def check() -> dict[str, Any]:
-        sizes = loading.sizes(settings.target)
+        sizes = settings.check_models()
         _check_length(settings, sizes.max_positions)
         split(sizes, settings.trainer.tensor)
         target = f"{sizes.num_layers} layers of {sizes.hidden_size}, {settings.weights_dtype}"
@@ -162,7 +162,7 @@ def _open(settings: DistillSettings, mesh: Mesh) -> tuple[LoadedModel, Data]:
 
 def show_data(settings: DistillSettings) -> None:
     """Print what a run would learn from its data; the target's weights are not read."""
-    sizes = loading.sizes(settings.target)
+    sizes = settings.check_models()
     _check_length(settings, sizes.max_positions)
     tokenizer = checkpoint.load_tokenizer(settings.target)
     with tempfile.TemporaryDirectory() as cache:

@@ -12,6 +12,7 @@ from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core.weights import as_arrays
 from jspec.models import partition
+from jspec.models.blocks.attention import Attention
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.partition import Path, Rule
 from jspec.sharding import TENSOR
@@ -32,6 +33,29 @@ def split(config: DecoderConfig, tensor: int) -> DecoderConfig:
         raise bad_option("tensor", tensor, f"it {cause}") from None
 
 
+def check(option: str, path: str) -> DecoderConfig:
+    """Return the sizes of a model that training runs, read from its config alone.
+
+    Raises:
+      ValueError: it cannot be read.
+      OptionError: losses do not compute its logits, or training not its attention.
+    """
+    config = loading.sizes(path)
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
+    causes = {
+        "its logits are scaled": config.logit_scale != 1,
+        "its logits are capped": config.logit_cap is not None,
+        "its logits are biased": config.head_bias,
+        "some layers read the keys and values of others": any(x.source is not None for x in mixers),
+        "it has attention in chunks": any(x.chunked for x in mixers),
+    }
+    reasons = " and ".join(cause for cause, is_there in causes.items() if is_there)
+    if reasons:
+        remedy = f"{reasons}, which training does not compute; take another model"
+        raise bad_option(option, path, remedy)
+    return config
+
+
 def load(path: str, dtype: str, mesh: Mesh) -> LoadedModel:
     """Load a target onto a mesh, in the parts of ``split``; its config stays that of its files.
 
@@ -39,7 +63,6 @@ def load(path: str, dtype: str, mesh: Mesh) -> LoadedModel:
 
     Raises:
       ValueError: it cannot be read.
-      OptionError: its logits are more than a product, which losses compute.
     """
     rules = partition.rules(loading.sizes(path), mesh.shape[TENSOR])
 
@@ -48,10 +71,6 @@ def load(path: str, dtype: str, mesh: Mesh) -> LoadedModel:
         return Placement(NamedSharding(mesh, rule.spec), rule.order)
 
     target = loading.load(path, dtype, placement)
-    config = target.config
-    if (config.logit_scale, config.logit_cap, config.head_bias) != (1, None, False):
-        remedy = "its logits are scaled, capped or biased, and losses are not; take another target"
-        raise bad_option("target", path, remedy)
     return dataclasses.replace(target, params=as_arrays(target.params))
 
 

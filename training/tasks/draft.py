@@ -20,10 +20,12 @@ from jspec.checkpoints.heads.mask_token import SERVED, mask_token_id
 from jspec.checkpoints.loading import LoadedModel
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array
+from jspec.core.weights import as_arrays
 from jspec.drafters.draft_model.parallel import ParallelDraftModel
 from jspec.drafters.draft_model.sequential import DraftModel
 from jspec.drafters.draft_model.vocabularies import check_same
 from jspec.models import decoder
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.data.batch import Batch
 from training.data.settings import Data
@@ -33,7 +35,7 @@ from training.losses.guesses import Rows, judge
 from training.losses.slots import SlotRecipe, attend_to, choose
 from training.networks.forward import Frozen, head_of, packed_states
 from training.networks.linear import LINEARS
-from training.networks.target import in_order, split
+from training.networks.target import check, in_order, split
 from training.tasks import method
 from training.trainer import TrainerSettings
 from training.trainer.task import Metrics
@@ -247,6 +249,25 @@ class Settings(method.DistillSettings):
             remedy = f"keep fewer than --length {self.data.length}"
             raise bad_option("on_policy_prompt", recipe.on_policy_prompt, remedy)
 
+    def check_models(self) -> DecoderConfig:
+        """See ``DistillSettings``."""
+        target = super().check_models()
+        option, layers = ("draft", None) if self.draft else ("draft_layers", self.draft_layers)
+        draft = check("draft", self.draft) if self.draft else target
+        picked = [x for i, x in enumerate(draft.layers) if layers is None or i in layers]
+        causes = {
+            "layers with experts cannot be trained": draft.has_experts,
+            "layers with a state cannot be trained with --parallel": self.parallel.parallel
+            and any(isinstance(layer.mixer, DeltaRule) for layer in picked),
+            "layers with an input of their own cannot be taken apart": layers is not None
+            and draft.layer_inputs is not None,
+        }
+        for cause, is_there in causes.items():
+            if is_there:
+                remedy = f"{cause}; give a --draft of plain blocks"
+                raise bad_option(option, vars(self)[option], remedy)
+        return target
+
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
         recipe = {}
@@ -267,13 +288,10 @@ def initial_model(
         check_same(
             target.config.vocab_size, draft.config.vocab_size, target.tokenizer, draft.tokenizer
         )
-        return draft.config, draft.params, draft.raw_config
+        return draft.config, as_arrays(draft.params), draft.raw_config
     picked, layers = settings.draft_layers, target.config.num_layers
     if not all(0 <= layer < layers for layer in picked) or list(picked) != sorted(set(picked)):
         remedy = f"name ascending ones of the target's {layers}, from 0 on"
-        raise bad_option("draft_layers", picked, remedy)
-    if target.config.has_experts:
-        remedy = "layers with experts cannot be trained; give a --draft of plain blocks"
         raise bad_option("draft_layers", picked, remedy)
     config = dataclasses.replace(
         target.config,

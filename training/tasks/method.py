@@ -24,6 +24,7 @@ from training.data.settings import Data, DataSettings
 from training.export import check, layout_of
 from training.losses.slots import SlotRecipe
 from training.networks.forward import Frozen, head_of
+from training.networks.target import check as check_model
 from training.networks.target import split
 from training.tasks.acceptance import AcceptanceSettings
 from training.trainer import TrainerSettings
@@ -120,6 +121,10 @@ class DistillSettings:
     def idle(self) -> dict[str, dict[str, str]]:
         """Return options without effect by part ("" for none), each with the remedy."""
         return {"trainer": self.trainer.idle()}
+
+    def check_models(self) -> DecoderConfig:
+        """Return the sizes of the target; raise OptionError if a model cannot be trained so."""
+        return check_model("target", self.target)
 
     @property
     def weights_dtype(self) -> str:
