@@ -79,6 +79,7 @@ def _check(
         max_num_seqs=max_num_seqs,
         max_model_len=plan.target.max_positions if limit is None else limit,
         longest=limit,
+        shares_prefixes=args.enable_prefix_caching,
         tensor_parallel_size=args.tensor_parallel_size,
         draft_tensor_parallel_size=speculative.draft_tensor_parallel_size,
     )

@@ -175,7 +175,7 @@ def pool_if_any(
         raise ValueError(
             f"enable_prefix_caching=True: {part} cannot start behind a cached prefix; leave it out."
         )
-    shares = shares_prefixes is not False
+    shares = shares_prefixes is not False and not without_prefix(plan)
     return pool_of(
         plan,
         params,

@@ -13,7 +13,14 @@ from jspec.core.types import Params
 from jspec.core.weights import size_of, weights_of
 from jspec.engine import chunks, slots
 from jspec.engine.memory import Device, bytes_of, dtype_of_pages, most_windowed, num_pages
-from jspec.engine.pages import PAGE_SIZE, bytes_by_kind, held_by_kind, reads_pages, shapes_of
+from jspec.engine.pages import (
+    PAGE_SIZE,
+    bytes_by_kind,
+    held_by_kind,
+    reads_pages,
+    shapes_of,
+    without_prefix,
+)
 from jspec.engine.plan import Plan
 from jspec.engine.snapshots import bytes_of_row, most_within
 from jspec.models import partition
@@ -136,6 +143,7 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int,
     longest: int | None = None,
+    shares_prefixes: bool | None = None,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
 ) -> MemoryPlan:
@@ -152,13 +160,15 @@ def plan_memory(
       max_num_seqs: sequences that run together.
       max_model_len: longest sequence.
       longest: tokens of the longest sequence that must fit; None for one page.
+      shares_prefixes: as of ``memory.pool_if_any``.
       tensor_parallel_size: devices that share the target.
       draft_tensor_parallel_size: devices that share the drafter; with 1 it is whole on each.
     """
     share = tensor_parallel_size
     target = _divided(plan, params, share)
     drafter = _split(params.drafter, draft_tensor_parallel_size)
-    row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share)
+    keeps = reads_pages(plan) and shares_prefixes is not False and not without_prefix(plan)
+    row, workspace = _workspace(plan, params, max_num_seqs, max_model_len, share, keeps)
     size = settings.get("block_size") or PAGE_SIZE
     left, state, snapshots = max(0, device.free - target - drafter - workspace), 0, 0
     if reads_pages(plan):
@@ -167,7 +177,7 @@ def plan_memory(
         limit = _limit(settings, device, target + drafter, workspace)
         caches = shapes_of(plan, params, size)
         state = bytes_of_row(caches, share, draft_tensor_parallel_size)
-        snapshots = most_within(min(limit, left), state)
+        snapshots = most_within(min(limit, left), state) if keeps else 0
         limit, left = limit - snapshots * state, left - snapshots * state
         count = _num_pages(each, most, settings, limit)
         count = min(count, max(0, num_pages(left, each, most) - 1)) if any(each) else count
@@ -266,17 +276,15 @@ def _page_bytes(
 
 
 def _workspace(
-    plan: Plan, params: Params, max_num_seqs: int, max_model_len: int, share: int
+    plan: Plan, params: Params, max_num_seqs: int, max_model_len: int, share: int, keeps: bool
 ) -> tuple[int, int]:
     """Return the bytes of a row's caches without pages, and those of programs for all rows.
 
     Programs hold logits of all nodes in float32, also processed and of the drafter, and a few
-    activations of a layer.
+    activations of a layer. Rows have copies of their states if it ``keeps``.
     """
     has_pages, size = reads_pages(plan), slots.buffer_size(plan, max_model_len)
-    state = jax.eval_shape(
-        lambda p: slots.allocate(plan, p, 1, size, has_pages, keeps=has_pages), params
-    )
+    state = jax.eval_shape(lambda p: slots.allocate(plan, p, 1, size, has_pages, keeps), params)
     caches = bytes_of([cache.layers for cache in kv_cache.caches_of(state)])
     nodes, kinds = plan.drafter.tree_size, 3 if plan.drafter.max_depth else 2
     logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)

@@ -1,5 +1,6 @@
 """The memory plan of a model against its loaded weights, its pool, and sums by hand."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -15,6 +16,7 @@ from jspec.engine.memory import Device
 from jspec.engine.memory_plan import plan_memory
 from jspec.engine.plan import Plan
 from jspec.models import decoder
+from jspec.models.blocks.delta_rule import DeltaRule
 from tests import llm_fixtures, networks, recurrent, tiny
 
 GIB = 2**30
@@ -132,6 +134,16 @@ def test_a_state_of_rows_takes_no_pages(attends):
     rows = slots.allocate.eval_shape(plan, params, 1, 80, True)
     more = planned({}, GRAPHICS, max_num_seqs=3).workspace - result.workspace
     assert more >= memory.bytes_of(rows) > result.state
+
+
+def test_rows_have_copies_of_their_states_for_a_prefix_cache_only():
+    mixer = DeltaRule(8, 4, key_dim=16, head_dim=16)
+    layer = dataclasses.replace(SIZES.layers[0], mixer=mixer)
+    config = dataclasses.replace(SIZES, layers=(layer, *SIZES.layers[1:]))
+    keeps, plain = planned(config), planned(config, shares_prefixes=False)
+    assert keeps.state == plain.state >= 4 * 8 * 16 * 16
+    assert keeps.workspace - plain.workspace == 4 * plain.state
+    assert keeps.snapshots == 1024 and plain.snapshots == 0
 
 
 def test_of_the_pages_that_a_cpu_may_have_only_free_memory_counts():
