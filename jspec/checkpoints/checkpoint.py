@@ -32,6 +32,7 @@ from jspec.checkpoints.families.names import (
     as_stored,
     assemble,
     mtp_prefixes,
+    shared_prefixes,
 )
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
@@ -150,7 +151,8 @@ def load_pretrained(
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)
     tensors = formats.opened(formats.of(raw, quantization), entries, tensors, directory)
-    ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
+    unread = mtp_prefixes(config, raw) + shared_prefixes(config)
+    ignored = {name for name in tensors if name.startswith(unread)}
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():
         ignored.add(HEAD)

@@ -42,6 +42,19 @@ def test_a_file_is_the_model_of_its_checkpoint(name, tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), params, weights)
 
 
+def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path):
+    arch, raw, tensors = checkpoint_of("gemma4, shared", tmp_path / "saved")
+    _, expected, _ = checkpoint.load_pretrained(tmp_path / "saved")
+    first = "model.layers.1.self_attn."
+    unread = [name for name in tensors if name.startswith((first + "k_", first + "v_"))]
+    tensors |= {name.replace("layers.1", "layers.4"): tensors[name] for name in unread}
+    safetensors.save_file(tensors, tmp_path / "saved" / "model.safetensors")
+    gguf_writing.write(tmp_path / "model.gguf", arch, raw, tensors)
+    for path in ("saved", "model.gguf"):
+        _, params, _ = checkpoint.load_pretrained(tmp_path / path)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), params, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "path"),
     [

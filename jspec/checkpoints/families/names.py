@@ -304,6 +304,19 @@ def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
     return ("mtp.", *(f"model.{name}." for pair in pairs for name in pair))
 
 
+def shared_prefixes(config: DecoderConfig) -> tuple[str, ...]:
+    """Return the prefixes of keys and values of layers that read those of another layer.
+
+    Published files may have them, GGUF files too, but no decoder reads them.
+    """
+    sources = [getattr(layer.mixer, "source", None) for layer in config.layers]
+    readers = [index for index, source in enumerate(sources) if source is not None]
+    names = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+    stored = ("attn_k", "attn_v", "attn_k_norm")
+    ours = [f"model.layers.{index}.{name}." for index in readers for name in names]
+    return (*ours, *(f"blk.{index}.{name}." for index in readers for name in stored))
+
+
 def as_stored(entries: tuple[Entry, ...], names: Collection[str]) -> tuple[Entry, ...]:
     """Return the entries for a file with ``names``, which may have all experts in one tensor."""
 
