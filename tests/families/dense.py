@@ -175,6 +175,7 @@ ROWS = {
                 "attn_logit_softcapping": 2.0,
                 "final_logit_softcapping": 3.0,
                 "query_pre_attn_scalar": 24,
+                "tie_word_embeddings": False,
             },
         },
     ),
@@ -188,6 +189,7 @@ ROWS = {
                 "num_hidden_layers": 3,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
                 "query_pre_attn_scalar": 24,
+                "tie_word_embeddings": False,
                 "rope_parameters": {
                     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -15,7 +15,7 @@ _HYBRID = {
 }
 
 _NO_WINDOW = {"use_sliding_window": False, "layer_types": None}
-_GEMMA = {"query_pre_attn_scalar": 16, "layer_types": None}
+_GEMMA = {"query_pre_attn_scalar": 16, "layer_types": None, "tie_word_embeddings": True}
 
 # Name of a case -> architecture, case of the table, and keys of config.json that differ from it
 # because files of that architecture cannot express them.
