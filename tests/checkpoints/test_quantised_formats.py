@@ -1,5 +1,6 @@
 """Checkpoints in every quantised format: weights to the bit, texts, and files that are damaged."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -108,6 +109,17 @@ def test_w8a8_quantises_rows_each_with_its_own_scale(both, name, most):
     for other in ("w8a16", "awq", "fp8 tensors"):
         with pytest.raises(ValueError, match="'w8a8' is for configs of compressed-tensors with"):
             checkpoint.outline(both(other)[0], quantization="w8a8")
+
+
+@pytest.mark.parametrize("module", ["", "{}_proj."])
+def test_scales_of_fp8_caches_are_read_past(both, module, tmp_path):
+    raw, tensors = quantised_writing.files_of(both("w8a8 fp8")[0])
+    raw["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    for kind in "kv":
+        name = f"model.layers.0.self_attn.{module.format(kind)}{kind}_scale"
+        tensors[name] = np.full(1, 0.5, np.float32)
+    with_scales = checkpoint.load_pretrained(quantised_writing.write(tmp_path, raw, tensors))[1]
+    chex.assert_trees_all_equal(with_scales, checkpoint.load_pretrained(both("w8a8 fp8")[0])[1])
 
 
 def test_a_method_may_be_named_and_no_scheme_comes_on_top(both):

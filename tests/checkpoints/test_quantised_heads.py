@@ -102,3 +102,17 @@ def test_a_head_beside_a_quantised_target_may_be_quantised_itself(tmp_path, is_q
     assert_equal_and_quantised(*both, 5 if is_quantised else 0)
     drafts = {"method": "eagle3", "model": str(heads[0]), "num_speculative_tokens": 3}
     assert texts(target, drafts) == texts(target)
+
+
+@pytest.mark.parametrize("packed", ["fc.weight", "midlayer.self_attn.q_proj.weight"])
+def test_heads_with_packed_weights_are_refused_by_name(tmp_path, packed):
+    config = eagle.EagleConfig(networks.changed(PLAIN, num_layers=1), 3, (0, 1), 64, 64)
+    params = eagle.init_params(jax.random.key(3), config)
+    head_files.save_head(tmp_path / "head", config, params, PLAIN)
+    folder = quantised_writing.write_both(
+        tmp_path / "head", tmp_path, CASES["w4a16"], lambda key: key == packed
+    )[0]
+    assert packed not in quantised_writing.files_of(folder)[1]
+    message = r"a draft head with packed weights \(.*weight_packed, …\), .* in fp8 or in w8a8"
+    with pytest.raises(ValueError, match=message):
+        head_files.load_head(folder, PLAIN)

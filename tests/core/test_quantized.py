@@ -89,6 +89,14 @@ def test_numbers_and_products_are_those_of_the_formula(code, parts, axis):
         np.testing.assert_array_equal(ops.look_up(weight, ids), expected[ids])
 
 
+def test_products_in_tiles_give_a_row_the_same_bits_among_any_other_rows():
+    weight, expected = made("uint4", FORMS["zeros"], axis=-1)
+    x = RNG.normal(size=(40, INPUTS)).astype(np.float32)
+    tiled = jax.jit(lambda rows: ops.in_tiles(lambda tile: ops.linear(tile, weight), rows))
+    np.testing.assert_allclose(tiled(x), x @ expected, rtol=1e-5, atol=1e-2)
+    np.testing.assert_array_equal(tiled(x[:3]), tiled(x)[:3])
+
+
 @pytest.mark.parametrize("parts", FORMS)
 @pytest.mark.parametrize("rows", [3, 40])
 def test_accelerators_multiply_the_same(monkeypatch, parts, rows):

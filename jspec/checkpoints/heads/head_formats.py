@@ -31,6 +31,12 @@ def sniff(directory: Path, raw: dict, tensors: Tensors) -> tuple[HeadFormat, str
         match = format.sniff(raw, tensors)
         if match is not None:
             return format, *match
+    packed = sorted(name for name in tensors if name.endswith((".weight_packed", ".qweight")))
+    if packed and any(name.startswith("fc.") for name in tensors):
+        raise ValueError(
+            f"{directory} holds a draft head with packed weights ({printable(packed[0])}, …), "
+            "which are not read for heads; take the head in bfloat16, in fp8 or in w8a8"
+        )
     if "layers.0.input_layernorm.weight" in tensors:
         raise ValueError(
             f"{directory} holds a whole language model, not a draft head; draft with it by method "

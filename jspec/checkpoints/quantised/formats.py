@@ -15,6 +15,8 @@ _MODULES = (fp8, compressed_tensors, awq, gptq, mxfp4)
 METHODS = {name: module for module in _MODULES for name in module.METHODS}
 KEYS = ("quantization_config", "compression_config")
 _FLOATS = ("embedding", "router")  # The last fields of paths that are never quantised.
+# Scales of caches in fp8, which store the numbers themselves here: weights do not depend on them.
+_OF_CACHES = (".k_scale", ".v_scale")
 _MOST = 20  # names in a message
 
 
@@ -79,7 +81,7 @@ def opened(
     if kind is None:
         return tensors
     tensors = kind.named(tensors)
-    result, faults = dict(tensors), []
+    result, faults = {key: x for key, x in tensors.items() if not key.endswith(_OF_CACHES)}, []
     for name, shape in _matrices(kind, entries):
         plain, module = tensors.get(name), _module(name)
         if plain is not None and plain.dtype.name in FLOATS:
