@@ -77,7 +77,8 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
 def _with_copies(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
     """Return the cache with a copy of each state behind the last page's end that ``append`` passes.
 
-    Few rounds pass one, so it is a loop of zero turns or one: a branch would copy the states.
+    Few rows pass one in a round, so it is a loop over these. A branch would copy the states. XLA
+    for TPU would move what a loop writes as a whole into its fast memory and back in every round.
     """
     keeping = [layer for layer, entry in enumerate(cache.layers) if entry.copy is not None]
     if not (cache.tables and keeping):
@@ -85,23 +86,28 @@ def _with_copies(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array
     pool = next(entry for entry in cache.layers if entry.has_pages)
     size = jax.tree.leaves(pool)[0].shape[NODE_AXIS]
     passed = (cache.length + count) // size * size - cache.length
-    commit = Commit(rows, jnp.maximum(passed, 0), cache.length)
+    order = jnp.argsort(passed <= 0)  # the rows that pass a page's end come first
+    states = [cache.layers[layer].replace(copy=None) for layer in keeping]
+    nodes = [new[layer] for layer in keeping]
 
-    def put(fresh: Array, old: Array) -> Array:
-        return jnp.where((passed > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+    def keep(turn: Array, copies: list[Entry]) -> list[Entry]:
+        row = order[turn]
 
-    def keep(carry: tuple[list[Entry], Array]) -> tuple[list[Entry], Array]:
-        copied = []
-        for layer, entry in zip(keeping, carry[0], strict=True):
-            fresh = entry.replace(copy=None).append(new[layer], commit)
-            copied.append(entry.replace(copy=jax.tree.map(put, fresh, entry.copy)))
-        return copied, jnp.array(False)
+        def one(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, row, 1)
 
-    states = [cache.layers[layer] for layer in keeping]
-    states, _ = lax.while_loop(lambda carry: carry[1], keep, (states, (passed > 0).any()))
+        def put(copy: Array, fresh: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(copy, fresh, row, 0)
+
+        commit = Commit(one(rows), one(passed), one(cache.length))
+        pairs = zip(*jax.tree.map(one, (states, nodes)), strict=True)
+        return jax.tree.map(put, copies, [state.append(values, commit) for state, values in pairs])
+
+    copies = [cache.layers[layer].copy for layer in keeping]
+    copies = lax.fori_loop(0, (passed > 0).sum(), keep, copies)
     layers = list(cache.layers)
-    for layer, entry in zip(keeping, states, strict=True):
-        layers[layer] = entry
+    for layer, copy in zip(keeping, copies, strict=True):
+        layers[layer] = layers[layer].replace(copy=copy)
     return cache.replace(layers=tuple(layers))
 
 

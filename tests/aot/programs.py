@@ -72,6 +72,17 @@ RECURRENT = dataclasses.replace(
         ),
     ),
 )
+# The same kinds of layers in a draft model, 1 MiB a row.
+RECURRENT_DRAFT = networks.changed(DRAFT, num_layers=2)
+RECURRENT_DRAFT = dataclasses.replace(
+    RECURRENT_DRAFT,
+    layers=(
+        dataclasses.replace(
+            RECURRENT_DRAFT.layers[0], mixer=DeltaRule(16, 8, key_dim=128, head_dim=128)
+        ),
+        RECURRENT_DRAFT.layers[1],
+    ),
+)
 MEDUSA = medusa.MedusaConfig(
     num_heads=4,
     num_layers=1,
@@ -145,6 +156,8 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
     paged = {}
     if num_devices == 1:
         paged = {f"decode, {name}, pages": plans(platform, None)[name] for name in PAGED}
+        plan_by_name = recurrent(platform, pages=True)
+        paged |= {f"decode, recurrent, {x}, pages": plan for x, plan in plan_by_name.items()}
     deterministic = Plan(
         BatchInvariantDecoder(TARGET),
         DraftModel(DRAFT, 7),
@@ -259,13 +272,15 @@ def plans(platform: str, implementation: str | None) -> dict[str, Plan]:
     }
 
 
-def recurrent(platform: str) -> dict[str, Plan]:
+def recurrent(platform: str, *, pages: bool = False) -> dict[str, Plan]:
     """Return decode loops of a target with states; a copy of one would be a temporary.
 
     A tree takes the compiler of TPUs four minutes.
     """
     target, plan = decoder.Decoder(RECURRENT), functools.partial(Plan, platform=PLATFORMS[platform])
     chain = {"chain": plan(target, DraftModel(DRAFT, 4))}
+    if pages:
+        return chain | {"recurrent draft": plan(target, DraftModel(RECURRENT_DRAFT, 4))}
     if platform == "tpu":
         return chain
     tree = Medusa(MEDUSA, target, tree="medusa_mc_sim_7b_63", draft_sample_method="greedy")
@@ -291,7 +306,7 @@ def loop(plan: Plan, put: Callable[[Any], Any], *, pages: bool = False) -> Any:
     """Trace a launch of the loop of a plan, sampled, over contiguous caches or pages."""
     params = _params(plan)
     request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
-    state = jax.eval_shape(functools.partial(_state, plan), params)
+    state = jax.eval_shape(functools.partial(_state, plan, keeps=pages), params)
     rounds, watched = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), bool)
     tables = None
     if pages:
@@ -330,8 +345,8 @@ def _request() -> Request:
     return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
 
 
-def _state(plan: Plan, params: Params) -> DecodeState:
-    return slots.allocate(plan, params, BATCH, CAPACITY, has_pages=False)
+def _state(plan: Plan, params: Params, *, keeps: bool = False) -> DecodeState:
+    return slots.allocate(plan, params, BATCH, CAPACITY, has_pages=False, keeps=keeps)
 
 
 def _over_pages(plan: Plan, params: Params, request: Request, state: DecodeState) -> DecodeState:
