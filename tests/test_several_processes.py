@@ -108,11 +108,19 @@ def test_a_process_that_is_killed_ends_the_other_one(target, killed):
     ]
 
 
-@pytest.mark.slow
-def test_an_exception_in_the_script_of_the_first_process_is_an_error_of_all(target):
-    with pair(*scripts("fails", target)) as processes:
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [
+        ("SystemExit(3)", 3, ""),
+        pytest.param("SystemExit()", 0, "", marks=pytest.mark.slow),
+        pytest.param("SystemExit('nothing')", 1, "nothing", marks=pytest.mark.slow),
+        pytest.param("KeyError('fails')", 1, "KeyError: 'fails'", marks=pytest.mark.slow),
+    ],
+)
+def test_the_end_of_the_script_of_the_first_process_is_that_of_all(target, end, code, last):
+    with pair(*scripts(end, target)) as processes:
         codes, lines, _ = ends(processes)
-    assert codes == [1, 1] and lines[0] == "KeyError: 'fails'"
+    assert codes == [code, code] and lines[0] == last
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from jspec.cli.plan import plan
 from jspec.cli.run_batch import run_batch
 from jspec.cli.serve import serve
 from jspec.cli.tune import tune
-from jspec.util.processes import exit_at_once, note_exit_code
+from jspec.util.processes import exit_at_once
 
 # transformers reads them at import. Its advice to install torch would mislead: jspec needs none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -46,7 +46,6 @@ def run() -> None:
     try:
         main()
     except SystemExit as end:
-        note_exit_code(end.code)
         if not (_WAS_INTERRUPTED.is_set() or _still_compiles()):
             raise
         exit_at_once(end.code)

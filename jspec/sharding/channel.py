@@ -11,6 +11,7 @@ thread that notices it cannot raise in the one that waits, so it ends the proces
 import atexit
 import contextlib
 import functools
+import os
 import pickle
 import queue
 import signal
@@ -21,16 +22,23 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from jspec.util.processes import exit_at_once, exit_code
+import jax
+
+from jspec.util.processes import before_exit_at_once, exit_at_once, has_failed, write_exit_code
 
 _FAILED = "failed"  # message of the first process beside calls and the end
+_INT_BYTES = 4  # bytes of a C int
 _FAULT_SECONDS = 10  # longest time between the failures of two processes in the same call
 
 
 class _End(NamedTuple):
-    """The last message of a process: the exit code for those that follow."""
+    """The last message of a process: the exit code for those that follow.
 
-    code: int
+    None if the code itself follows, as a C int, once the process has ended.
+    """
+
+    code: int | None = None
+    at_once: bool = False
 
 
 class Replica:
@@ -69,10 +77,12 @@ class Channel:
         self.index, self.count, self._peers = index, count, dict(peers)
         self._inboxes = {number: queue.SimpleQueue() for number in self._peers}
         self._ends = threading.Event()  # set once the end of others is no surprise
+        self._has_closed = False
         for number in self._peers:
             name = f"jspec-process-{number}"
             threading.Thread(target=self._listen, args=(number,), name=name, daemon=True).start()
         atexit.register(self.close)
+        before_exit_at_once(self.close)
 
     # -------------------------------------------------------------------------------- at the start
 
@@ -82,7 +92,7 @@ class Channel:
             self._send(value)
             values = self._inboxes[0].get()
             if isinstance(values, _End):
-                raise SystemExit(values.code)
+                raise SystemExit(self._code_of(values))
             return values
         values = [value, *(self._inboxes[number].get() for number in sorted(self._peers))]
         self._send(values)
@@ -134,20 +144,29 @@ class Channel:
         """Send a message to all other processes."""
         self._send(message)
 
-    def close(self) -> None:
-        """End the connections, and the processes that follow.
+    def close(self, code: int | None = None) -> None:
+        """End the connections, and the processes that follow; at once if ``code`` is their code.
+
+        Otherwise they end with the code of this process.
 
         A process whose connection ends without a word is lost. Of those that follow, only one that
         ends together with all others says so.
         """
+        if self._has_closed:
+            return
         is_planned = self.index == 0 or self._ends.is_set()
+        self._has_closed = True
         self._ends.set()
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 if is_planned:
-                    peer.send_bytes(pickle.dumps(_End(exit_code())))
-                with socket.fromfd(peer.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
-                    copy.shutdown(socket.SHUT_RDWR)
+                    follows = code is None and write_exit_code(peer.fileno())
+                    last = int(has_failed()) if code is None else code
+                    end = _End(None if follows else last, at_once=code is not None)
+                    peer.send_bytes(pickle.dumps(end))
+                else:
+                    with socket.fromfd(peer.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                        copy.shutdown(socket.SHUT_RDWR)
 
     # -------------------------------------------------------------------------- the other processes
 
@@ -180,7 +199,18 @@ class Channel:
                     raise RuntimeError(f"{name}.{method} failed {where} alone.") from fault
                 if message == _FAILED:
                     message = inbox.get()
-        return message.code
+            return self._code_of(message)
+
+    def _code_of(self, end: _End) -> int:
+        """Return the exit code of the first process; wait for its end if that has the code."""
+        if end.code is not None:
+            return end.code
+        jax.distributed.shutdown()  # where the processes wait for each other
+        with contextlib.suppress(OSError):
+            data = os.read(self._peers[0].fileno(), _INT_BYTES)
+            if len(data) == _INT_BYTES:
+                return int.from_bytes(data, sys.byteorder, signed=True)
+        return 1
 
     # -------------------------------------------------------------------------------- the network
 
@@ -196,10 +226,14 @@ class Channel:
             while not isinstance(message, _End):
                 message = pickle.loads(self._peers[number].recv_bytes())
                 self._inboxes[number].put(message)
+            if self.index and message.at_once:
+                self._has_closed = True
+                exit_at_once(message.code)
         except (EOFError, OSError):
             if not self._ends.is_set():
                 line = f"jspec: process {number} of {self.count} has ended, so process {self.index}"
                 print(f"{line} ends too; start all of them again.", file=sys.stderr)
+                self._has_closed = True  # So the others see that this process ends.
                 exit_at_once(1)
 
 
