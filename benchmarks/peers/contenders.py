@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints import checkpoint, gguf_files, loading
+from jspec.checkpoints import checkpoint, gguf_blocks, gguf_files, loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench import peer, peer_transformers
 from jspec.tools.bench.contenders import PLAIN, Case
-from jspec.tools.bench.names import names_of, portable
+from jspec.tools.bench.names import names_of, portable, with_weights
 from jspec.tools.bench.peer import PeerError, Theirs, Worker
 from jspec.tools.bench.questions import Request
 from jspec.tools.bench.settings import Settings
@@ -107,7 +107,7 @@ class Counted(Theirs):
 
     def __call__(self, **more: Any):
         """Answer all requests."""
-        if self.counted or self.counterpart == PLAIN:
+        if self.counted or self.counterpart.startswith(PLAIN):
             return super().__call__(**more)
         self.counted = True
         sample = super().__call__(**more, count_passes=True)
@@ -242,7 +242,7 @@ class Peers:
             settings,
             self._target.eos_token_ids,
             makes_batches=kind.makes_batches,
-            counterpart=self._counterpart(config),
+            counterpart=self._counterpart(name, config),
         )
 
     def _end(self, run: Theirs | None) -> None:
@@ -253,11 +253,11 @@ class Peers:
         configs = self._settings.configs
         return next((each for each in configs if method and each.get("method") == method), None)
 
-    def _counterpart(self, config: Mapping[str, Any] | None) -> str:
-        if config is None:
-            return PLAIN
-        configs = self._settings.configs
-        return names_of(configs)[configs.index(config)]
+    def _counterpart(self, name: str, config: Mapping[str, Any] | None) -> str:
+        configs, forms = self._settings.configs, self._settings.quantizations
+        method = PLAIN if config is None else names_of(configs)[configs.index(config)]
+        reads_blocks = name == "llamacpp" and gguf_blocks.METHOD in forms
+        return with_weights(method, gguf_blocks.METHOD if reads_blocks else None)
 
 
 def export(model: LoadedModel, folder: Path) -> None:

@@ -41,6 +41,9 @@ def bench(
     num_questions: options.NumQuestions = 0,
     repeats: option(int, "Undisturbed samples of each contender.") = 5,
     dtype: options.Dtype = "auto",
+    quantization: _many(
+        list[str] | None, "All methods once more with weights quantised so, as `generate` does."
+    ) = None,
     attention_backend: options.engine_option("attention_backend") = None,
     sampling_backend: options.engine_option("sampling_backend") = None,
     tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
@@ -80,6 +83,7 @@ def bench(
         per_category=num_questions,
         repeats=repeats,
         dtype=dtype,
+        quantizations=tuple(quantization or []),
         peers=peers,
         attention_backend=attention_backend,
         sampling_backend=sampling_backend,

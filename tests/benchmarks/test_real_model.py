@@ -36,7 +36,8 @@ def results(tmp_path_factory):
     )
     words = f"""--questions {questions} --model {DEMO / "target"} --methods ngram
         --peer vllm={sys.executable} --batch-size 1 --temperature 0 --max-tokens {TOKENS}
-        --num-questions 2 --repeats 2 --patience 0 --dtype float32 --out {folder / "out.json"}"""
+        --num-questions 2 --repeats 2 --patience 0 --dtype float32 --quantization int8
+        --out {folder / "out.json"}"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KINDS, "vllm", fake)
         assert real_model.main(words.split()) == 0
@@ -44,10 +45,19 @@ def results(tmp_path_factory):
 
 
 def test_a_table_holds_our_methods_and_the_peers_that_ran(results):
-    ours, lookup, *theirs = (row["name"] for row in results["rows"])
+    ours, lookup, *quantised, plain, drafted = (row["name"] for row in results["rows"])
     assert ours == "autoregressive" and lookup.startswith("ngram, K=4")
-    assert theirs == ["vllm", "vllm, ngram"]
+    assert quantised == [f"{ours}, int8", f"{lookup}, int8"]
+    assert (plain, drafted) == ("vllm", "vllm, ngram")
     assert results["questions"] == {"multi-turn chat": 3, "QA": 1}  # a turn is a prompt
+
+
+def test_methods_run_once_more_with_quantised_weights(results):
+    *whole, plain, lookup = (row for row in results["rows"] if "memory_bytes" in row)
+    for row in (plain, lookup):
+        assert row["quantization"] == "int8" and row["texts_equal_to_plain"] == row["texts"] == 4
+        assert row["memory_bytes"]["target"] < whole[0]["memory_bytes"]["target"]
+    assert not any("quantization" in row for row in whole)
 
 
 def test_figures_of_a_peer_are_those_that_it_answered(results):

@@ -35,6 +35,11 @@ def name_of(config: Mapping[str, Any], which: str = "") -> str:
     return ", ".join(words)
 
 
+def with_weights(name: str, quantization: str | None) -> str:
+    """Return the name of a method with the weights of a ``quantization``."""
+    return f"{name}, {quantization}" if quantization else name
+
+
 def portable(given: Mapping[str, Any], among: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return a config without this machine's folders.
 

@@ -102,7 +102,7 @@ def _missing(results: dict[str, Any]) -> Iterator[str]:
     for rows in cases[-1:]:
         # Ours alone: the modes that a peer can run are unknown before it runs.
         ours = [row for row in rows if "mean_acceptance_length" in row]
-        wanted = 1 + len(setting["configs"])
+        wanted = (1 + len(setting["configs"])) * (1 + len(setting["quantizations"]))
         if len(ours) < wanted:
             yield f"{wanted - len(ours)} of {wanted} methods of the last table"
         if any(len(row["seconds"]) < setting["repeats"] for row in rows):

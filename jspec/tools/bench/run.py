@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 import os
 import statistics
@@ -20,7 +21,7 @@ from jspec.checkpoints import loading
 from jspec.checkpoints.loading import LoadedModel
 from jspec.tools.bench import costs, peer
 from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
-from jspec.tools.bench.names import names_of, portable
+from jspec.tools.bench.names import names_of, portable, with_weights
 from jspec.tools.bench.peer import Peer, PeerError, Theirs
 from jspec.tools.bench.questions import Question, Request, answered_by
 from jspec.tools.bench.settings import CommonSettings, Settings
@@ -62,11 +63,15 @@ def bench(
       ValueError: the model, a config and the questions do not fit together.
     """
     on_step("loading")
+    for name in settings.quantizations:  # Errors come before anything is loaded.
+        loading.outline(model, settings.dtype, name)
     target = loaded(model, settings)
+    forms = {name: loaded(model, settings, name) for name in settings.quantizations}
     plain = LLM(target, **settings.split)
     backends = Backends(settings.attention_backend, settings.sampling_backend)
     for given in settings.configs:  # errors of the last config must not come after hours
-        build_plan(target, config.read(given), dtype=settings.dtype, backends=backends)
+        for each in (target, *forms.values()):
+            build_plan(each, config.read(given), dtype=settings.dtype, backends=backends)
     asked, left_out = answered_by(
         plain, questions, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
     )
@@ -84,7 +89,7 @@ def bench(
     peers = peers or functools.partial(_transformers, model, settings)
     with peers(target, results) as field:
         for case in settings.cases:
-            table = CaseTable(target, settings, case, requests, field)
+            table = CaseTable({None: target} | forms, settings, case, requests, field)
             try:
                 table.run(on_step)
             except KeyboardInterrupt:
@@ -99,13 +104,17 @@ def bench(
     return results
 
 
-def loaded(model: str | os.PathLike | LoadedModel, settings: CommonSettings) -> LoadedModel:
+def loaded(
+    model: str | os.PathLike | LoadedModel,
+    settings: CommonSettings,
+    quantization: str | None = None,
+) -> LoadedModel:
     """Return the target; one that devices split is loaded to the host, as one may not hold it."""
     host = contextlib.nullcontext()
     if settings.tensor_parallel_size > 1:
         host = jax.default_device(jax.local_devices(backend="cpu")[0])
     with host:
-        return loading.load(model, settings.dtype)
+        return loading.load(model, settings.dtype, quantization=quantization)
 
 
 @contextlib.contextmanager
@@ -148,13 +157,13 @@ class CaseTable:
 
     def __init__(
         self,
-        target: LoadedModel,
+        targets: Mapping[str | None, LoadedModel],  # by quantization
         settings: Settings,
         case: Case,
         requests: Mapping[str, Sequence[Request]],
         peers: PeersOfCase | None,
     ):
-        self._target, self._settings, self._case, self._peers = target, settings, case, peers
+        self._targets, self._settings, self._case, self._peers = targets, settings, case, peers
         self._questions = {name: len(some) for name, some in requests.items()}
         together = case.batch_size * settings.data_parallel_size
         self._requests = {name: filled(some, together) for name, some in requests.items()}
@@ -165,7 +174,7 @@ class CaseTable:
 
     def run(self, on_step: Callable[[str], None]) -> None:
         """Compile and warm up all contenders, race them, and take their rounds apart."""
-        for name, run, given in self._contenders():
+        for name, run, facts in self._contenders():
             on_step(f"{self._case.title}: compiling {name}")
             begin = time.perf_counter()
             try:
@@ -174,7 +183,7 @@ class CaseTable:
                 self.failed[name] = str(error)
                 continue
             seconds = time.perf_counter() - begin
-            self._facts[name] = {"config": given, "first_call_seconds": seconds}
+            self._facts[name] = facts | {"first_call_seconds": seconds}
             self._field.append(Contender(name, run))
         on_step(f"{self._case.title}: measuring")
         try:
@@ -195,7 +204,8 @@ class CaseTable:
         for each in field:
             row = row_of(self._case, each, field[0], self._questions) | self._facts[each.name]
             if self._case.temperature == 0:
-                row |= _equality(self._first[each.name].tokens, self._first[PLAIN].tokens)
+                plain = self._first[with_weights(PLAIN, row.get("quantization"))]
+                row |= _equality(self._first[each.name].tokens, plain.tokens)
             if isinstance(each.run, Ours):
                 row |= acceptance_of(each.run, row["categories"])
             else:
@@ -203,12 +213,15 @@ class CaseTable:
             rows.append(row)
         return rows
 
-    def _contenders(self) -> Iterator[tuple[str, Ours | Theirs, dict | None]]:
+    def _contenders(self) -> Iterator[tuple[str, Ours | Theirs, dict[str, Any]]]:
+        """Yield each name, its contender and the facts of its row."""
         settings, case, names = self._settings, self._case, set()
         named = zip((None, *settings.configs), (PLAIN, *names_of(settings.configs)), strict=True)
-        for given, name in named:
+        for (quantization, target), (given, name) in itertools.product(
+            self._targets.items(), list(named)
+        ):
             llm = LLM(
-                self._target,
+                target,
                 given,
                 dtype=settings.dtype,
                 max_num_seqs=case.batch_size,
@@ -217,12 +230,15 @@ class CaseTable:
                 data_parallel_size=settings.data_parallel_size,
                 **settings.split,
             )
+            name = with_weights(name, quantization)
             while name in names:
                 name += "'"
             names.add(name)
-            yield name, Ours(llm, case, self._requests), given and portable(given, settings.configs)
+            facts = {"config": given and portable(given, settings.configs)}
+            facts |= {"quantization": quantization} if quantization else {}
+            yield name, Ours(llm, case, self._requests), facts
         for name, run in self._peers(case, self._requests) if self._peers else ():
-            yield name, run, dict(run.settings)
+            yield name, run, {"config": dict(run.settings)}
 
 
 def row_of(

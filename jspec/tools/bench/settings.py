@@ -92,6 +92,8 @@ class Settings(CommonSettings):
     sampling_backend: str | None = None  # As in ``LLM``, for ``configs``.
     # As in ``LLM``; each engine has a batch.
     data_parallel_size: int = dataclasses.field(default=1, kw_only=True)
+    # As in ``LLM``; with each, the target runs once more under all methods.
+    quantizations: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,6 +103,12 @@ class Settings(CommonSettings):
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
         check_once("temperatures", self.temperatures)
+        check_once("quantizations", self.quantizations)
+        if self.quantizations and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"quantizations={shown(self.quantizations)} are measured on one device; leave out "
+                f"tensor_parallel_size={self.tensor_parallel_size}."
+            )
         if not self.temperatures:
             raise ValueError("temperatures=() must hold at least one.")
 

@@ -116,7 +116,7 @@ def test_the_network_of_a_contender_is_opened_once(root, monkeypatch):
         checkpoint, "load_pretrained", lambda path, *a: opened.append(path) or load(path, *a)
     )
     chosen = settings({"draft": str(paths["draft"])})
-    table = CaseTable(target, chosen, chosen.cases[0], {}, None)
+    table = CaseTable({None: target}, chosen, chosen.cases[0], {}, None)
     assert [name for name, *_ in table._contenders()] == ["autoregressive", "draft, K=3"]
     assert opened == [str(paths["draft"])]
 
@@ -429,6 +429,10 @@ def test_an_interrupted_run_keeps_its_samples(root, monkeypatch, last):
             "there is no question in the files given",
         ),
         (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
+        (
+            ["--config", "none", *("--quantization", "int8"), *("--tensor-parallel-size", "2")],
+            "quantizations=('int8',) are measured on one device; leave out tensor_parallel_size=2",
+        ),
     ],
 )
 def test_errors_come_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
