@@ -41,9 +41,7 @@ def bench(
     num_questions: options.NumQuestions = 0,
     repeats: option(int, "Undisturbed samples of each contender.") = 5,
     dtype: options.Dtype = "auto",
-    quantization: _many(
-        list[str] | None, "All methods once more with weights quantised so, as `generate` does."
-    ) = None,
+    quantization: _many(list[str] | None, "All methods once more with such weights.") = None,
     attention_backend: options.engine_option("attention_backend") = None,
     sampling_backend: options.engine_option("sampling_backend") = None,
     tensor_parallel_size: options.engine_option("tensor_parallel_size") = 1,
@@ -92,15 +90,13 @@ def bench(
         data_parallel_size=data_parallel_size,
         seed=seed,
     )
-    asked = read(questions or [], num_questions)
-    about = environment.describe("jspec")
+    asked, about = read(questions or [], num_questions), environment.describe("jspec")
     programs.keep_compiled_programs()
 
     def keep(results: dict[str, Any]) -> None:
-        if output is not None:
-            files.write(about | results, output)
-        if json_file is not None:
-            files.write_json(about | results, json_file)
+        for write, path in ((files.write, output), (files.write_json, json_file)):
+            if path is not None:
+                write(about | results, path)
 
     with Stages(Console(stderr=True)) as stage:
         stage.begin("reading")
