@@ -8,22 +8,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jspec import sharding
 from jspec.core import weights
 from jspec.core.narrow import Narrow
 from jspec.core.types import Array, Draft, Sampling, Tree
-from jspec.kernels.rejection_sampling import distributions
-from jspec.kernels.tree_attention import ordered, xla_cpu
+from jspec.kernels.tree_attention import cpu_sizes, ordered
 
 # Products with weights, plain or not; ``core.weights`` has their kinds.
 linear, look_up = weights.linear, weights.look_up
 
 # Attention of a chain, summed in the order of positions; it reads a cache in whole blocks of slots.
 ordered_attention = ordered.attention
-ORDERED_BLOCK = ordered.BLOCK
+ORDERED_BLOCK, ORDERED_TILE = ordered.BLOCK, ordered.TILE
 
 REJECTION_SAMPLING_RULES = ("rejection", "block")
 
@@ -77,7 +75,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "tree_attention": (
         Backend("pallas_gpu", "pallas_gpu", "cuda", default=_by_evidence, refuses=True),
         Backend("pallas_tpu", "pallas_tpu", "tpu", default=_by_evidence, refuses=True),
-        Backend("xla", "xla_cpu", "cpu", default=lambda _, *arrays: xla_cpu.differs(*arrays)),
+        Backend("xla", "xla_cpu", "cpu", default=lambda _, *arrays: cpu_sizes.differs(*arrays)),
         Backend("xla", "xla", default=lambda *_: True),
         Backend("pallas_tpu_interpreted", "pallas_tpu", refuses=True, interpreted=True),
         Backend("reference", "reference"),
@@ -163,29 +161,6 @@ def quantized_matmul(
 def has_kernel(operation: str, implementation: str | None, *arrays: Array | None) -> bool:
     """Return whether a kernel runs on some platform; XLA splits none among devices by itself."""
     return any(each.refuses for each in backends_for(operation, implementation, *arrays))
-
-
-def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
-    """Apply ``function`` to x [..., I] in tiles of rows: for determinism, not for speed.
-
-    Sums over a row round differently in arrays of different shapes. All tiles have one shape, so
-    the result of a row depends on that row alone, to the bit.
-
-    Args:
-      function: maps rows [R, I] to [R, O], each row independently.
-      x: [..., I].
-
-    Returns:
-      [..., O]
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    count, size = rows.shape[0], ordered.TILE
-    tiles = -(-count // size)
-    rows = jnp.pad(rows, ((0, tiles * size - count), (0, 0))).reshape(tiles, size, -1)
-    # The barrier prevents fusion of a single tile with surrounding operations.
-    fence = lax.optimization_barrier
-    out = lax.map(lambda tile: fence(function(fence(tile))), rows)
-    return out.reshape(tiles * size, -1)[:count].reshape(*x.shape[:-1], -1)
 
 
 def attention(
@@ -300,50 +275,19 @@ def rejection_sampling(
       ValueError: ``implementation`` or ``rule`` is unknown or does not support this draft,
         ``max_children`` is unknown, or ``sampling.names`` has a filter that no kernel has.
     """
-    form = _form_of(draft, tree, rule, max_children)
-    (chosen,) = backends_for("rejection_sampling", implementation, logits, draft.logits)
-    proposal = distributions.Proposal(
-        draft.tokens,
-        jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
-        draft.valid,
-        draft.drawn,
-        _over_target_ids(draft, logits.shape[-1]),
-    )
-    temperature = sampling.temperature * (not sampling.greedy)
-    unknown = set(sampling.names) - set(distributions.Filters._fields)
-    if unknown:
-        raise ValueError(
-            f"rejection_sampling lacks the filters {sorted(unknown)}; leave sampling_backend out."
-        )
-    values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
-    filters = distributions.Filters(temperature, **values, names=sampling.names)
-    kernel = chosen.load("rejection_sampling").rejection_sampling
-    return kernel(logits, filters, proposal, uniforms, uniform, form, **chosen.options)
-
-
-def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> distributions.Form:
     if rule not in REJECTION_SAMPLING_RULES:
         known = " or ".join(map(repr, REJECTION_SAMPLING_RULES))
         raise ValueError(f"rule={rule!r} is not known; use {known}.")
-    if draft.logits is not None and draft.logits.shape[1] != draft.tokens.shape[1]:
-        raise ValueError(
-            f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
-            "give every node a row."
-        )
-    if max_children is None and not isinstance(draft.parents, np.ndarray):
-        raise ValueError(
-            "max_children=None needs static draft.parents; give the most children of a node, or "
-            "leave sampling_backend out."
-        )
-    if max_children is None:
-        max_children = int(np.bincount(draft.parents[1:], minlength=1).max(initial=1))
-    mixed = draft.sampled is not None and draft.logits is not None and max_children > 1
-    return distributions.Form(rule, tree.max_depth, max_children, mixed)
-
-
-def _over_target_ids(draft: Draft, vocab: int) -> Array | None:
-    """Return the recorded distributions over all target ids, [B, N, V]."""
-    if draft.logits is None or draft.draft_to_target is None:
-        return draft.logits
-    expanded = jnp.full((*draft.logits.shape[:2], vocab), -jnp.inf, draft.logits.dtype)
-    return expanded.at[:, :, draft.draft_to_target].set(draft.logits, unique_indices=True)
+    inputs = importlib.import_module("jspec.kernels.rejection_sampling.inputs")
+    form = inputs.form_of(draft, tree, rule, max_children)
+    (chosen,) = backends_for("rejection_sampling", implementation, logits, draft.logits)
+    kernel = chosen.load("rejection_sampling").rejection_sampling
+    return kernel(
+        logits,
+        inputs.filters_of(sampling),
+        inputs.proposal_of(draft, tree, logits.shape[-1]),
+        uniforms,
+        uniform,
+        form,
+        **chosen.options,
+    )

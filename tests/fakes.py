@@ -31,6 +31,7 @@ from jax import lax
 
 from jspec.core import kv_cache, sampling, trees
 from jspec.core.entries import AttentionKV
+from jspec.core.filters import FILTERS
 from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, Drafter, Params, Sampling, Target, TargetOutput
 from jspec.drafters.trees import marginals, tree_settings
@@ -341,8 +342,8 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
     }
     values = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
     return Sampling(
-        {name: fill(value, sampling.FILTERS[name].dtype) for name, value in values.items()},
-        names=tuple(name for name in sampling.FILTERS if used[name]),
+        {name: fill(value, FILTERS[name].dtype) for name, value in values.items()},
+        names=tuple(name for name in FILTERS if used[name]),
     )
 
 

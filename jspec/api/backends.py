@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jspec import ops
-from jspec.core.entries import AttentionKV, LatentKV
+from jspec.core.entries import AttentionKV
 from jspec.engine.pages import PAGE_SIZE
 from jspec.models import decoder
+from jspec.models.blocks.latent_attention import LatentKV
 from jspec.models.decoder import DecoderConfig
 from jspec.util import cache_dtypes
 from jspec.util.messages import shown

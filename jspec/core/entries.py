@@ -187,57 +187,7 @@ class AttentionKV(SlotEntry):
 
     def holding(self, k: Array, v: Array) -> Self:
         """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
-        return self.replace(k=_like(self.k, k), v=_like(self.v, v))
-
-
-@struct.dataclass
-class LatentKV(SlotEntry):
-    """The latents of one layer of latent attention, which serve as keys and values."""
-
-    latent: Array | Narrow  # [B, 1, S, D]
-    # See ``SlotEntry``; every device has the latents.
-    has_split_queries: bool = struct.field(pytree_node=False, default=False)
-    keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
-
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        capacity: int,
-        width: int,
-        dtype: jnp.dtype,
-        *,
-        has_split_queries: bool = False,
-    ) -> Self:
-        """Return ``capacity`` empty slots per row, of ``width`` features."""
-        return cls(jnp.zeros((batch, 1, capacity, width), dtype), has_split_queries)
-
-    @property
-    def k(self) -> Array | Narrow:
-        """The keys."""
-        return self.latent
-
-    @property
-    def v(self) -> Array | Narrow:
-        """The values, which are the same buffer."""
-        return self.latent
-
-    def holding(self, k: Array, v: Array) -> Self:
-        """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
-        del v
-        return self.replace(latent=_like(self.latent, k))
-
-
-@struct.dataclass
-class TokenSlots(SlotEntry):
-    """The committed tokens, of a model that keeps nothing else."""
-
-    tokens: Array  # [B, 1, S, 1] int32
-
-    @classmethod
-    def empty(cls, batch: int, capacity: int) -> Self:
-        """Return ``capacity`` empty slots per row."""
-        return cls(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
+        return self.replace(k=stored_like(self.k, k), v=stored_like(self.v, v))
 
 
 def settled(tree: Any) -> Any:
@@ -253,7 +203,7 @@ def settled(tree: Any) -> Any:
     return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, Entry))
 
 
-def _like(buffer: Array | Narrow, x: Array) -> Array | Narrow:
+def stored_like(buffer: Array | Narrow, x: Array) -> Array | Narrow:
     """Return x as the buffer stores it, but bits of bfloat16 as numbers."""
     if isinstance(buffer, Narrow):
         return Narrow.of(x, buffer.format, buffer.dtype)
@@ -263,6 +213,11 @@ def _like(buffer: Array | Narrow, x: Array) -> Array | Narrow:
 def dtype_of(buffer: Array) -> jnp.dtype:
     """Return the dtype of the numbers in a buffer; uint16 holds the bits of bfloat16."""
     return jnp.dtype(jnp.bfloat16) if buffer.dtype == jnp.uint16 else buffer.dtype
+
+
+def numbers(buffer: Array | Narrow) -> Array:
+    """Return a buffer as it is, or the numbers of a narrow one."""
+    return buffer.numbers() if isinstance(buffer, Narrow) else buffer
 
 
 def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:

@@ -18,8 +18,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import token_fsm
-from jspec.core.branches import Branches
-from jspec.core.node_masks import NodeMasks, keep_masked
+from jspec.core.branches import Branches, NodeMasks, keep_masked
 from jspec.core.parameters import Parameter, between, column, padded
 from jspec.core.token_fsm import Automaton
 from jspec.core.types import Array

@@ -69,8 +69,3 @@ class Narrow:
 def is_narrow(x: object) -> bool:
     """Return whether x is a ``Narrow``: a leaf of the pytrees that hold one."""
     return isinstance(x, Narrow)
-
-
-def numbers(x: Array | Narrow) -> Array:
-    """Return an array as it is, or the numbers of a narrow one."""
-    return x.numbers() if isinstance(x, Narrow) else x

@@ -55,7 +55,7 @@ class Sampling:
     nothing. Without ``"temperature"`` in ``names`` the whole batch is greedy.
     """
 
-    values: dict[str, Array]  # [B] each, by the names of sampling.FILTERS
+    values: dict[str, Array]  # [B] each, by the names of filters.FILTERS
     processors: Any = None  # logits_processors.LogitsProcessors, which run before the filters
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 

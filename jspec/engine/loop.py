@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec import sharding
-from jspec.core import kv_cache, logprobs, shape_checks, trees
+from jspec.core import kv_cache, logprobs, paging, shape_checks, trees
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import (
     Array,
@@ -70,7 +70,7 @@ def launch(
       rounds: int32 [].
       watched: bool [B].
       tables: the pages of each row in ``state.pools``, int32 [B, M] for each kind of layers (see
-        ``kv_cache.kinds``); None for caches without pages.
+        ``paging.kinds``); None for caches without pages.
       budget: which of the drafted nodes are verified; None for all.
     """
     state = state.attached(tables)
@@ -163,7 +163,7 @@ def prefill(
     state = state.attached(tables)
     size, batch = chunk.shape[1] - 1, state.done.shape[0]
     whole = state.cache, state.memory
-    cache, memory = whole if rows is None else kv_cache.rows_of(whole, rows)
+    cache, memory = whole if rows is None else paging.rows_of(whole, rows)
     tree = trees.chain_tree(len(start), size)
     out = forward(plan, params, chunk[:, :-1], tree, cache)
     prefilled = plan.drafter.prefill(params, memory, chunk, out.features, start, valid)
@@ -172,7 +172,7 @@ def prefill(
     if scoring is not None:
         scores = logprobs.score(out.logits, chunk[:, 1:], scoring.count, scoring.mode)
     part = kv_cache.append_prompt(cache, out.tree_kv, valid), prefilled
-    cache, memory = part if rows is None else kv_cache.with_rows(whole, rows, part)
+    cache, memory = part if rows is None else paging.with_rows(whole, rows, part)
     rows = jnp.arange(batch) if rows is None else rows
     positions = start[:, None] + jnp.arange(size + 1)
     old = state.history

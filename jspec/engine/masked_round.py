@@ -12,8 +12,7 @@ from flax import struct
 
 from jspec import sharding
 from jspec.core import logits_processors, trees
-from jspec.core.branches import Branches
-from jspec.core.node_masks import NodeMasks
+from jspec.core.branches import Branches, NodeMasks
 from jspec.core.types import Array, Draft, Params, Request, Shared
 from jspec.engine import launches
 from jspec.engine.launches import Launch

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core import kv_cache
+from jspec.core import paging
 from jspec.core.types import Params
 from jspec.core.weights import size_of, weights_of
 from jspec.engine import chunks, slots
@@ -285,7 +285,7 @@ def _workspace(
     """
     has_pages, size = reads_pages(plan), slots.buffer_size(plan, max_model_len)
     state = jax.eval_shape(lambda p: slots.allocate(plan, p, 1, size, has_pages, keeps), params)
-    caches = bytes_of([cache.layers for cache in kv_cache.caches_of(state)])
+    caches = bytes_of([cache.layers for cache in paging.caches_of(state)])
     nodes, kinds = plan.drafter.tree_size, 3 if plan.drafter.max_depth else 2
     logits = kinds * 4 * nodes * -(-plan.target.vocab_size // share)
     # Without slots of tokens, caches are the states of recurrent layers.

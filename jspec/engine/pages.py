@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import entries, kv_cache
+from jspec.core import entries, kv_cache, paging
 from jspec.core.entries import Entry
 from jspec.core.types import Params
 from jspec.engine.block_kind import NULL_PAGE, BlockKind, most_held
@@ -79,7 +79,7 @@ class Pool(Replica):
             in_bits=jax.default_backend() == "cpu",
         )
         self._kinds = _kinds_of(caches)
-        windows, most = kv_cache.kinds(caches), num_pages if most is None else most
+        windows, most = paging.kinds(caches), num_pages if most is None else most
         mosts = dict.fromkeys(windows, most)
         if len(windows) > 1 and most_windowed is not None:
             mosts[windows[1]] = min(most, most_windowed)
@@ -213,7 +213,7 @@ def shapes_of(plan: Plan, params: Params, capacity: int) -> list[kv_cache.KVCach
     """Return the shapes of the caches of target and drafter for one row, the target's first."""
     request, _ = request_of([None], Profile(), plan.target.vocab_size)
     return jax.eval_shape(
-        lambda: kv_cache.caches_of(
+        lambda: paging.caches_of(
             (plan.target.init_cache(1, capacity), plan.drafter.init(params, request, capacity))
         )
     )
@@ -227,12 +227,12 @@ def allocate(
     *,
     in_bits: bool = False,
 ) -> tuple[Any, ...]:
-    """Return empty pools for caches, which may be shapes; see ``kv_cache.allocate_pool``."""
+    """Return empty pools for caches, which may be shapes; see ``paging.allocate_pool``."""
 
     def pools() -> tuple[Any, ...]:
         return entries.settled(
             tuple(
-                kv_cache.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
+                paging.allocate_pool(cache, num_pages, page_size, dtype, in_bits=in_bits)
                 for cache in caches
             )
         )
@@ -265,7 +265,7 @@ def bytes_by_kind(
     shape.
     """
     caches = shapes_of(plan, params, size)
-    windows, kinds = kv_cache.kinds(caches), iter(_kinds_of(caches))
+    windows, kinds = paging.kinds(caches), iter(_kinds_of(caches))
     one_each = (1,) * len(windows)
     pools = entries.settled(jax.eval_shape(lambda: allocate(caches, one_each, size, dtype)))
     totals = [0] * len(windows)
@@ -282,13 +282,13 @@ def reach(plan: Plan) -> int:
 
 def held_by_kind(plan: Plan, params: Params, size: int, num_tokens: int) -> tuple[int, ...]:
     """Return the most pages of each kind that a text of ``num_tokens`` holds at a time."""
-    windows = kv_cache.kinds(shapes_of(plan, params, size))
+    windows = paging.kinds(shapes_of(plan, params, size))
     return tuple(most_held(num_tokens, size, window, reach(plan)) for window in windows)
 
 
 def _kinds_of(caches: Sequence[kv_cache.KVCache]) -> tuple[int, ...]:
     """Return the kind of each layer with pages, in the order of the buffers."""
-    count = len(kv_cache.kinds(caches))
+    count = len(paging.kinds(caches))
     return tuple(
         cache.kind_of(layer) % count
         for cache in caches

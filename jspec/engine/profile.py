@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core import sampling
+from jspec.core.filters import FILTERS, used_filters
 from jspec.core.logits_processors import PROCESSORS, LogitsProcessors
 from jspec.core.logprobs import Scoring
 from jspec.core.parameters import column, padded
-from jspec.core.sampling import FILTERS
 from jspec.core.types import Request, Sampling
 from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata
@@ -56,7 +55,7 @@ class Profile:
         grammars, follows = {}, self.follows
         for sequence in sequences:
             follows |= sequence.followed_grammar is not None
-            filters |= set(sampling.used_filters(sequence))
+            filters |= set(used_filters(sequence))
             stops = max(stops, _stop_tokens(len(sequence.stop_token_ids)))
             for name, processor in PROCESSORS.items():
                 if not processor.used(sequence):

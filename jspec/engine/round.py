@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sharding
-from jspec.core import entries, kv_cache, shape_checks, token_fsm, trees
+from jspec.core import entries, kv_cache, paging, shape_checks, token_fsm, trees
 from jspec.core.history import extend_history, root_alone, trim_draft, with_root
 from jspec.core.packing import Packing, packing_of
 from jspec.core.types import (
@@ -52,12 +52,12 @@ class DecodeState:
         """Return the state with its pools in the caches; the state itself without ``tables``."""
         if tables is None:
             return self
-        cache, memory = kv_cache.attach((self.cache, self.memory), self.pools, tables)
+        cache, memory = paging.attach((self.cache, self.memory), self.pools, tables)
         return self.replace(cache=cache, memory=memory, pools=())
 
     def detached(self) -> "DecodeState":
         """Return the state with the pages of its caches in ``pools``."""
-        (cache, memory), pools = kv_cache.detach((self.cache, self.memory))
+        (cache, memory), pools = paging.detach((self.cache, self.memory))
         return self.replace(cache=cache, memory=memory, pools=pools)
 
     def settled(self, tables: tuple[Array, ...] | None = None) -> "DecodeState":
@@ -67,7 +67,7 @@ class DecodeState:
     @property
     def num_cached(self) -> Array:
         """The tokens that all caches hold, int32 [B]."""
-        caches = kv_cache.caches_of((self.cache, self.memory))
+        caches = paging.caches_of((self.cache, self.memory))
         return functools.reduce(jnp.minimum, (cache.length for cache in caches))
 
 

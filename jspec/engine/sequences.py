@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.core.filters import FILTERS
 from jspec.core.logits_processors import PROCESSORS, LogitsProcessor
 from jspec.core.parameters import Parameter
-from jspec.core.sampling import FILTERS
 from jspec.core.types import Target
 from jspec.grammar.automata import Grammar
 from jspec.grammar.followed import FollowedGrammar

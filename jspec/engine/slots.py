@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec import sharding
-from jspec.core import kv_cache, token_fsm
+from jspec.core import kv_cache, paging, token_fsm
 from jspec.core.types import Array, History, Params, Request
 from jspec.engine import backlog
 from jspec.engine.loop import DecodeState
@@ -50,7 +50,7 @@ def allocate(
         missed=missed,
     )
     if keeps:
-        cache, memory = kv_cache.over_caches(_keeping, (state.cache, state.memory))
+        cache, memory = paging.over_caches(_keeping, (state.cache, state.memory))
         state = state.replace(cache=cache, memory=memory)
     return (state.detached().replace(pools=()) if has_pages else state).settled()
 
@@ -142,4 +142,4 @@ def with_keys(request: Request, streams: Array) -> Request:
 
 def _with_length(tree: Any, length: Array) -> Any:
     """Return a pytree of one row whose caches have a certain length."""
-    return kv_cache.over_caches(lambda cache: cache.replace(length=length[None]), tree)
+    return paging.over_caches(lambda cache: cache.replace(length=length[None]), tree)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core import entries, kv_cache
+from jspec.core import entries, paging
 from jspec.core.entries import Entry
 from jspec.core.kv_cache import KVCache
 from jspec.core.types import Array
@@ -125,7 +125,7 @@ def _states_of(cache: KVCache) -> tuple[Any, ...]:
 
 
 def _states(state: DecodeState) -> list[Any]:
-    return [_states_of(cache) for cache in kv_cache.caches_of((state.cache, state.memory))]
+    return [_states_of(cache) for cache in paging.caches_of((state.cache, state.memory))]
 
 
 def _extended(shapes: Any, buffers: Any, count: int) -> Any:
@@ -170,5 +170,5 @@ def _restored(state: DecodeState, buffers: Any, row: Array, number: Array) -> De
         )
         return cache.replace(layers=layers)
 
-    cache, memory = kv_cache.over_caches(restored, (state.cache, state.memory))
+    cache, memory = paging.over_caches(restored, (state.cache, state.memory))
     return state.replace(cache=cache, memory=memory).settled()

@@ -29,15 +29,16 @@ frozen dataclass with ``__call__``.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import errors as flax_errors
+from flax import struct
 from jax import lax
 
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV, TokenSlots
+from jspec.core.entries import AttentionKV, SlotEntry
 from jspec.core.types import Array, Target, TargetOutput, Tree
 from jspec.models import probe
 from jspec.models.blocks.attend import attention_over
@@ -95,6 +96,18 @@ class CachedTarget(AdaptedTarget):
         positions = cache.length[:, None] + tree.depth
         logits, hidden = probe.outputs(self.apply(params, tokens, positions, attend))
         return TargetOutput(logits, _captured(hidden, capture_layers), tuple(tree_kv))
+
+
+@struct.dataclass
+class TokenSlots(SlotEntry):
+    """The committed tokens, of a model that keeps nothing else."""
+
+    tokens: Array  # [B, 1, S, 1] int32
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int) -> Self:
+        """Return ``capacity`` empty slots per row."""
+        return cls(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

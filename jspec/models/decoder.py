@@ -1,6 +1,6 @@
 """One decoder for all families; a family is a configuration, not a class.
 
-A layer is a value: a mixer and a feed-forward of ``jspec.models.blocks``.
+A layer is a value (``jspec.models.layer``).
 
 The functions take a plain pytree of weights. Projections are stored [in, out]; q, k, v share one
 matrix and gate, up another, because fewer and larger matmuls are faster. Layers are a tuple and
@@ -18,59 +18,15 @@ from jspec import ops
 from jspec.core import kv_cache, shape_checks, trees, validation
 from jspec.core.packing import MATMULS, Packing
 from jspec.core.types import Array, Target, TargetOutput, Tree
-from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
-from jspec.models.blocks.attend import Attend, Recur, attention_over, recurrence_over
-from jspec.models.blocks.block import FeedForward, Mixer, Pass, rotations_of
+from jspec.models.blocks.arithmetic import Linear, normal, over_listed
+from jspec.models.blocks.attend import Attend, attention_over
+from jspec.models.blocks.block import Pass, rotations_of
 from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.experts import Experts
-from jspec.models.blocks.layer_inputs import (
-    InputGate,
-    InputGateParams,
-    LayerInputs,
-    LayerInputsParams,
-)
+from jspec.models.blocks.layer_inputs import LayerInputs, LayerInputsParams
 from jspec.models.blocks.norms import Norm, RmsNorm
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer: a mixer of tokens and a feed-forward, each with norms and beside a residual.
-
-    Attributes:
-      mixer: the part that mixes tokens.
-      feed_forward: the part that maps each token by itself.
-      norm: norm of the inputs of both; None if they read the residual stream as it is.
-      output_norm: norm of the outputs of both before they are added; None for none.
-      parallel: whether the feed-forward has the mixer's normed input, and no norm of its own.
-      residual_scale: factor on the outputs of both before they are added.
-      input_gate: the part that adds an input of the layer behind the feed-forward; None for none.
-      scaled: whether the residual stream behind the layer is multiplied by a learned number.
-    """
-
-    mixer: Mixer
-    feed_forward: FeedForward
-    norm: Norm | None = RmsNorm()  # noqa: RUF009 (frozen)
-    output_norm: Norm | None = None
-    parallel: bool = False
-    residual_scale: float = 1.0
-    scaled: bool = False
-    input_gate: InputGate | None = None
-
-    @property
-    def inner_norm(self) -> Norm | None:
-        """The norm of the feed-forward's input alone; None for none."""
-        return None if self.parallel or self.feed_forward.norms_input else self.norm
-
-    def normed(self, x: Array, weight: Array | None) -> Array:
-        """Return the input of the mixer for the residual stream x."""
-        return x if self.norm is None else self.norm(x, weight)
-
-    def added(self, x: Array, output: Array, weight: Array | None) -> Array:
-        """Return the residual stream x plus the output of the mixer or the feed-forward."""
-        if self.residual_scale != 1:
-            output = output * self.residual_scale
-        output = output.astype(x.dtype)
-        return x + (output if self.output_norm is None else self.output_norm(output, weight))
+from jspec.models.blocks.recur import Recur, recurrence_over
+from jspec.models.layer import Layer, LayerParams, apply_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +96,6 @@ class DecoderConfig:
 
 
 @struct.dataclass
-class LayerParams:
-    """Weights of a layer."""
-
-    mixer_norm: Array | None  # [D]; None for a first layer whose input is already normed
-    mixer: Any
-    feed_forward_norm: Array | None  # [D]; norms are None where the layer lacks them
-    feed_forward: Any
-    mixer_output_norm: Array | None = None  # [D]
-    feed_forward_output_norm: Array | None = None  # [D]
-    scale: Array | None = None  # [1]
-    input_gate: InputGateParams | None = None
-
-
-@struct.dataclass
 class DecoderParams:
     """Weights of a decoder; ``head`` is None if the embedding is tied."""
 
@@ -206,24 +148,11 @@ def init_layers(
 
 def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerParams, ...]:
     """Return layers drawn from four keys each."""
-    hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
-
-    def norm(kind: Norm | None) -> Array | None:
-        return None if kind is None else kind.init(hidden, dtype)
-
-    def init(layer: Layer, keys) -> LayerParams:
-        return LayerParams(
-            mixer_norm=norm(layer.norm),
-            mixer=layer.mixer.init(keys[:2], hidden, dtype, shrink),
-            feed_forward_norm=norm(layer.inner_norm),
-            feed_forward=layer.feed_forward.init(keys[2:], hidden, dtype, shrink),
-            mixer_output_norm=norm(layer.output_norm),
-            feed_forward_output_norm=norm(layer.output_norm),
-            scale=jnp.ones((1,), dtype) if layer.scaled else None,
-            input_gate=layer.input_gate and layer.input_gate.init(keys[2], hidden, dtype),
-        )
-
-    return tuple(init(x, keys[4 * index : 4 * index + 4]) for index, x in enumerate(config.layers))
+    shrink = (2 * config.num_layers) ** -0.5
+    return tuple(
+        layer.init(keys[4 * index : 4 * index + 4], config.hidden_size, dtype, shrink)
+        for index, layer in enumerate(config.layers)
+    )
 
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
@@ -314,53 +243,6 @@ def trunk(
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def apply_layer(
-    layer: Layer, params: LayerParams, x: Array, run: Pass, index: int, rows: Array | None = None
-) -> Array:
-    """Return the residual stream [B, T, D] after a layer; ``index`` is its number in the cache.
-
-    ``rows`` [B, M] restricts the output to [B, M, D].
-    """
-    return apply_normed(layer, params, x, layer.normed(x, params.mixer_norm), run, index, rows)
-
-
-def apply_normed(
-    layer: Layer,
-    params: LayerParams,
-    x: Array,
-    normed: Array,
-    run: Pass,
-    index: int,
-    rows: Array | None = None,
-) -> Array:
-    """Return ``apply_layer`` of x [B, T, D] whose mixer has the input ``normed`` [B, T, ...]."""
-    with jax.named_scope("attention"):
-        mixed = layer.mixer.mix(params.mixer, normed, run, index, rows)
-
-    def after_mixing(x: Array, mixed: Array, *inputs: Array) -> Array:
-        with jax.named_scope("attention"):
-            output = layer.mixer.output(params.mixer, mixed, run.linear)
-            after = layer.added(x, output, params.mixer_output_norm)
-        with jax.named_scope("mlp"):
-            if layer.parallel:
-                normed = layer.normed(x, params.mixer_norm)
-            elif layer.inner_norm is None:
-                normed = after
-            else:
-                normed = layer.inner_norm(after, params.feed_forward_norm)
-            output = layer.feed_forward.apply(params.feed_forward, normed, run)
-            after = layer.added(after, output, params.feed_forward_output_norm)
-            if layer.input_gate is not None:
-                after = layer.input_gate.apply(params.input_gate, after, *inputs, run.linear)
-        return after if params.scale is None else after * params.scale.astype(after.dtype)
-
-    each = [rows_at(x, rows), mixed]
-    if layer.input_gate is not None:
-        each.append(rows_at(run.layer_inputs[:, :, index], rows))
-    # Tokens do not meet any more: one choice of a size for all that is left.
-    return over_listed(run.packing, params.feed_forward, after_mixing, *each)
-
-
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """Return an empty cache of ``capacity`` slots per row; layers without an entry are last."""
     dtype = jnp.dtype(config.cache_dtype)
@@ -401,7 +283,7 @@ def forward(
         attend,
         capture_layers=capture_layers,
         packing=packing,
-        recur=recurrence_over(cache, tree, tree_kv),
+        recur=recurrence_over(cache, tree, tree_kv) if config.is_recurrent else None,
         tokens=tokens,
     )
     head = params.embedding if params.head is None else params.head

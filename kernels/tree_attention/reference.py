@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core.narrow import Narrow, numbers
+from jspec.core.entries import numbers
+from jspec.core.narrow import Narrow
 
 Array = jax.Array
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.core.narrow import Narrow, numbers
+from jspec.core.entries import numbers
+from jspec.core.narrow import Narrow
 
 Array = jax.Array
 Cache = tuple[Array | Narrow, Array | Narrow]  # keys and values

@@ -5,7 +5,6 @@ costs what it holds. A long prompt is cut into parts, of which none attends to t
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,35 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.tree_attention import softmax, xla
+from jspec.kernels.tree_attention import softmax
+from jspec.kernels.tree_attention.cpu_sizes import block_of, group_of, parts_of
 from jspec.kernels.tree_attention.softmax import Array, Cache, Narrow, Prefix, Rows, Softmax
 
-# A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
-# That is faster for a short cache, and for any cache that is half full, if the scores are small.
-WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
-# XLA's CPU matmul over the keys of 64 sequences, of 26 MB, takes 17 ms, and over 8 at a time 3. One
-# sequence at a time is slower than all at once.
-WHOLE_BYTES, GROUP_BYTES, LEAST_GROUP = 2**24, 2**22, 2
+# An entire cache is read in place. That is faster if it is half full and the scores are small.
+WHOLE_SHARE, WHOLE_SCORES = 0.5, 2**22
 # A CPU multiplies few queries fastest in float32, and widens a page while it copies it. For many
 # it multiplies in bfloat16.
-FEW_NODES, PART_NODES, MOST_PARTS = 64, 128, 4
+FEW_NODES = 64
 # Slots of pages at a time for many nodes, whose scores then fill vectors.
 MANY_NODES_SLOTS = 256
-
-
-def differs(
-    q: Array, tree_k: Array, cache_k: Array | Narrow | None, table: Array | None = None
-) -> bool:
-    """Return whether the form of these arguments is another than that of ``xla``.
-
-    Where it is not, one program serves all devices, which is half as much to trace.
-    """
-    if cache_k is None or table is not None:
-        return table is not None
-    slots, rows = cache_k.shape[2], q.shape[0] * q.shape[1] * q.shape[2]
-    is_whole = xla.block_of(slots, rows) >= slots and block_of(slots) >= slots
-    has_parts = parts_of(q.shape[2], tree_k.shape[2]) > 1
-    return not is_whole or has_parts or group_of(cache_k) < len(q)
 
 
 # Traced once for all layers of a network, and inlined into their program.
@@ -92,27 +73,6 @@ def tree_attention(
     view = _View(cache_k, cache_v, length, positions, window, widens)
     so_far = _join_rows(so_far, rows, view, steps, size)
     return softmax.result(so_far, rows.group, sinks)
-
-
-def block_of(slots: int) -> int:
-    """Return the slots at a time: short blocks follow the length, long ones save loop steps."""
-    return slots if slots <= WHOLE else max(64, slots // 32)
-
-
-def group_of(keys: Array | Narrow) -> int:
-    """Return the sequences at a time: B, halved while it is even and keys [B, ...] too large."""
-    size, each = keys.shape[0], math.prod(keys.shape[1:]) * keys.dtype.itemsize
-    if size * each <= WHOLE_BYTES:
-        return size
-    while size % 2 == 0 and size > LEAST_GROUP and size * each > GROUP_BYTES:
-        size //= 2
-    return size
-
-
-def parts_of(nodes: int, keys: int) -> int:
-    """Return the parts of the nodes of a prompt."""
-    parts = min(nodes // PART_NODES, MOST_PARTS) if nodes == keys else 1
-    return parts if parts > 1 and nodes % parts == 0 else 1
 
 
 def _by_groups(attend: Callable[..., Array], size: int, arrays: tuple[Array | None, ...]) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
-from jspec.core.sampling import FILTERS
+from jspec.core.filters import FILTERS
 from jspec.core.types import Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.engine import pages, slots

@@ -11,6 +11,7 @@ from jspec import ops
 from jspec.core import quantized
 from jspec.core.quantized import SCHEMES, Factors, Quantized, quantize, stored_nibbles
 from jspec.core.weights import Transposed, columns_from, matrix_of, size_of
+from jspec.models.batch_invariant import in_tiles
 
 RNG = np.random.default_rng(0)
 INPUTS, OUTPUTS, GROUP = 64, 24, 16
@@ -92,7 +93,7 @@ def test_numbers_and_products_are_those_of_the_formula(code, parts, axis):
 def test_products_in_tiles_give_a_row_the_same_bits_among_any_other_rows():
     weight, expected = made("uint4", FORMS["zeros"], axis=-1)
     x = RNG.normal(size=(40, INPUTS)).astype(np.float32)
-    tiled = jax.jit(lambda rows: ops.in_tiles(lambda tile: ops.linear(tile, weight), rows))
+    tiled = jax.jit(lambda rows: in_tiles(lambda tile: ops.linear(tile, weight), rows))
     np.testing.assert_allclose(tiled(x), x @ expected, rtol=1e-5, atol=1e-2)
     np.testing.assert_array_equal(tiled(x[:3]), tiled(x)[:3])
 

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jspec.core import sampling
+from jspec.core import filters, sampling
 from jspec.core.types import Sampling
 from tests.fakes import settings
 
@@ -154,7 +154,7 @@ def filters_compiled():
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((2, 12), np.float32), ((2, 1), np.int32), ((2, 1), np.float32))
     )
-    by_k, by_p = jax.jit(sampling.keep_top_k), jax.jit(sampling.keep_top_p)
+    by_k, by_p = jax.jit(filters.keep_top_k), jax.jit(filters.keep_top_p)
     return by_k.lower(logits, k).compile(), by_p.lower(logits, p).compile()
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-from jspec.core.threefry import threefry
+from jspec.core.sampling import threefry
 
 
 def test_threefry_equals_the_generator_of_jax_bit_for_bit():

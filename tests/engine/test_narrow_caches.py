@@ -11,12 +11,13 @@ import pytest
 
 from jspec.api.backends import Backends
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV, LatentKV
+from jspec.core.entries import AttentionKV
 from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.engine import Engine
 from jspec.engine.plan import Plan
+from jspec.models.blocks.latent_attention import LatentKV
 from jspec.models.decoder import Decoder
 from tests import eight_devices, on_narrow_caches, tiny
 from tests.drafters import dflashes, heads

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jspec.core import kv_cache
+from jspec.core import kv_cache, paging
 from jspec.core.entries import AttentionKV, dtype_of
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
@@ -442,7 +442,7 @@ def test_a_cache_of_pages_holds_what_a_contiguous_one_holds(stored):
     dtype = dtype_of(jnp.zeros(0, stored))
     layers = [AttentionKV.empty(batch, heads, 24, dim, dtype) for _ in range(2)]
     plain = kv_cache.empty(batch, layers)
-    pools = kv_cache.allocate_pool(plain, (20,), page, in_bits=stored == jnp.uint16)
+    pools = paging.allocate_pool(plain, (20,), page, in_bits=stored == jnp.uint16)
     table = rng.permutation(np.arange(1, 19)).reshape(batch, 6).astype(np.int32)
     cache = kv_cache.KVCache(pools, jnp.zeros(batch, jnp.int32), (table,))
     for _ in range(4):

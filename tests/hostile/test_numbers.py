@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jspec import verify
 from jspec.core import sampling
+from jspec.core.filters import FILTERS
 from jspec.core.types import Params, Sampling
 from jspec.drafters import NoDrafter
 from jspec.engine.functional import SequenceParams, generate_sequences
@@ -191,7 +192,7 @@ def test_a_token_drawn_from_any_logits_has_positive_probability(logits, heat, k,
     one = lambda value, dtype=jnp.float32: jnp.array([value], dtype)
     settings = Sampling(
         dict(temperature=one(heat), min_p=one(low), top_k=one(k, jnp.int32), top_p=one(p)),
-        names=tuple(sampling.FILTERS) if heat else (),
+        names=tuple(FILTERS) if heat else (),
     )
     logits = jnp.array([logits], jnp.float32)
     distribution = processed(logits, settings)

@@ -20,7 +20,7 @@ from jspec import ops
 from jspec.core import trees
 from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.weights import Transposed
-from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
+from jspec.kernels.tree_attention import cpu_sizes, pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 from jspec.kernels.tree_attention.shapes import CASES
 from tests.kernels.attention import in_pages, random_case
 
@@ -161,7 +161,7 @@ def test_a_soft_cap_bends_the_scores_before_they_are_masked():
 )
 def test_the_forms_of_xla_are_the_reference(module, constants, page, case, monkeypatch):
     for name, value in constants.items():
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(module if hasattr(module, name) else cpu_sizes, name, value)
     arrays, options, _ = arguments_of(case, np.float32)
     result = expected(arrays, options)
     if page is not None:
@@ -274,12 +274,12 @@ def test_a_long_cache_is_read_in_blocks_or_whole_to_the_same_result(longest, win
 @pytest.mark.parametrize("count", [3, 6, 8])
 def test_sequences_with_many_keys_attend_in_groups_to_the_same_result(count, window, monkeypatch):
     arrays, options = small_case(21, window, [0, 7, 21, 3, 20, 1, 9, 14][:count])
-    monkeypatch.setattr(xla_cpu, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(xla_cpu, "GROUP_BYTES", 3 * arrays["cache_k"][0].nbytes)
-    assert xla_cpu.group_of(arrays["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]
-    monkeypatch.setattr(xla_cpu, "GROUP_BYTES", 1)
-    assert xla_cpu.group_of(arrays["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]  # never one
-    assert xla_cpu.differs(arrays["q"], arrays["tree_k"], arrays["cache_k"]) == (count > 3)
+    monkeypatch.setattr(cpu_sizes, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(cpu_sizes, "GROUP_BYTES", 3 * arrays["cache_k"][0].nbytes)
+    assert cpu_sizes.group_of(arrays["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]
+    monkeypatch.setattr(cpu_sizes, "GROUP_BYTES", 1)
+    assert cpu_sizes.group_of(arrays["cache_k"]) == {3: 3, 6: 3, 8: 2}[count]  # never one
+    assert cpu_sizes.differs(arrays["q"], arrays["tree_k"], arrays["cache_k"]) == (count > 3)
     np.testing.assert_allclose(run(xla_cpu, arrays, options), expected(arrays, options), **CLOSE)
 
 
@@ -337,8 +337,8 @@ def test_a_row_of_which_only_the_first_node_is_used_reads_its_pages_as_a_row_of_
 def test_a_cpu_reads_a_long_prompt_in_parts(
     heads, kv_heads, nodes, parts, window, page, monkeypatch
 ):
-    monkeypatch.setattr(xla_cpu, "PART_NODES", 32)
-    assert xla_cpu.parts_of(nodes, nodes) == parts
+    monkeypatch.setattr(cpu_sizes, "PART_NODES", 32)
+    assert cpu_sizes.parts_of(nodes, nodes) == parts
     arrays, options = small_case(
         70, window, heads=heads, kv_heads=kv_heads, nodes=nodes, keys=nodes
     )

@@ -10,7 +10,7 @@ import pytest
 from jspec import ops
 from jspec.core import trees
 from jspec.core.narrow import Narrow
-from jspec.kernels.tree_attention import pallas_tpu, xla, xla_cpu
+from jspec.kernels.tree_attention import cpu_sizes, pallas_tpu, xla, xla_cpu
 from tests.kernels.attention import in_pages
 from tests.kernels.test_tree_attention import CLOSE, expected, simulated, small_case
 
@@ -55,7 +55,7 @@ def test_a_sink_is_a_key_of_value_zero_that_every_node_sees(soft_cap):
     ],
 )
 def test_a_cache_in_8_bits_is_the_cache_of_its_numbers(module, name, page, monkeypatch):
-    monkeypatch.setattr(xla_cpu, "WHOLE", 0)
+    monkeypatch.setattr(cpu_sizes, "WHOLE", 0)
     arrays, options = small_case(96, 50, [0, 41, 96])
     arrays = arrays | {x: np.minimum(arrays[x], 9) for x in ("cache_k", "cache_v")}
     if page is not None:

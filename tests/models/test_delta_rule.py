@@ -8,10 +8,10 @@ import pytest
 from jspec.core import kv_cache, trees
 from jspec.core.entries import Commit
 from jspec.core.packing import packing_of
-from jspec.models.blocks.attend import recurrence_over
 from jspec.models.blocks.block import Pass
 from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.delta_state import DeltaState, carried, convolved, outputs
+from jspec.models.blocks.recur import recurrence_over
 
 torch = pytest.importorskip("torch")
 qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")

@@ -8,7 +8,7 @@ from flax import struct
 from jspec.core import trees
 from jspec.core.types import Array
 from jspec.models import decoder
-from jspec.models.blocks.attend import Recur, Visit
+from jspec.models.blocks.recur import Recur, Visit
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.data.batch import Batch
 from training.networks.attention import attend_within

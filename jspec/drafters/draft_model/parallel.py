@@ -31,7 +31,8 @@ from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
 from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import marginals
 from jspec.models import decoder
-from jspec.models.blocks.attend import attention_over, recurrence_over
+from jspec.models.blocks.attend import attention_over
+from jspec.models.blocks.recur import recurrence_over
 from jspec.models.decoder import DecoderConfig
 
 _TILE_SLOTS = 16  # capacities are multiples of a tile of the device's memory layout

@@ -34,7 +34,8 @@ from jspec.drafters.draft_model.language_model import ReadsText, next_logits, sp
 from jspec.drafters.trees import tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.models import decoder
-from jspec.models.blocks.attend import attention_beside, recurrence_beside
+from jspec.models.blocks.attend import attention_beside
+from jspec.models.blocks.recur import recurrence_beside
 
 _USUAL_BACKLOG = 2  # the root and the token before it
 

@@ -1,6 +1,5 @@
 """``attend``: attention of new nodes to a committed prefix and to each other."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,7 @@ from jax import lax
 
 from jspec import ops
 from jspec.core import kv_cache, trees
-from jspec.core.entries import NODE_AXIS, Entry
-from jspec.core.narrow import numbers
+from jspec.core.entries import NODE_AXIS, Entry, numbers
 from jspec.core.packing import Packing
 from jspec.core.types import Array, Tree
 from jspec.models.blocks.arithmetic import rows_at
@@ -26,63 +24,6 @@ from jspec.models.blocks.arithmetic import rows_at
 # chunks as long as the window, and a query sees its own; steps of a draft network and training
 # refuse that.
 Attend = Callable[..., Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Earlier:
-    """The nodes of a round that earlier passes ran over.
-
-    Attributes:
-      values: of M slots, as those passes returned them; an ancestor has a lower slot.
-      seen: bool [B, n, M], the slots that each new node sees.
-    """
-
-    values: Any
-    seen: Array
-
-
-# visit(entry, tree, earlier=None, starts=None) -> outputs of new nodes, and their values
-#
-# ``earlier`` are nodes between the prefix and those of the tree. ``starts``, bool [B, N], are the
-# nodes of a chain that begin a text of their own, in training.
-Visit = Callable[..., tuple[Array, Any]]
-# recur(layer, visit) -> outputs of ``visit``
-Recur = Callable[[int, Visit], Array]
-
-
-def recurrence_over(cache: kv_cache.KVCache, tree: Tree, new: list[Any]) -> Recur:
-    """Return a ``recur`` over a committed prefix and a draft tree.
-
-    It puts the values of the nodes into ``new``, the list of ``attention_over``.
-    """
-
-    def recur(index: int, visit: Visit) -> Array:
-        mixed, new[index] = visit(cache.layers[index], tree)
-        return mixed
-
-    return recur
-
-
-def recurrence_beside(
-    cache: kv_cache.KVCache, side: list[Any], slot: Array | int, mask: Array
-) -> Recur:
-    """Return a ``recur`` over a committed prefix and side buffers, for tokens that are a chain.
-
-    It updates ``side``, the list of ``attention_beside``, whose other arguments these are. No node
-    is earlier than those of the static ``slot`` 0.
-    """
-    batch, count, width = mask.shape
-    tree, slots = trees.chain_tree(batch, count), jnp.arange(width)
-    seen = mask & ((slots < slot) | (slots >= slot + count))
-    is_first = isinstance(slot, int) and slot == 0
-
-    def recur(index: int, visit: Visit) -> Array:
-        earlier = None if is_first else Earlier(side[index], seen)
-        mixed, new = visit(cache.layers[index], tree, earlier=earlier)
-        side[index] = _put(side[index], new, slot)
-        return mixed
-
-    return recur
 
 
 def attention_over(
@@ -202,7 +143,7 @@ def attention_beside(
                 "a draft network with chunked attention is not supported; take another one."
             )
         if k is not None:
-            side[index] = _put(side[index], side[index].holding(k, v), slot)
+            side[index] = put_nodes(side[index], side[index].holding(k, v), slot)
         entry, new = cache.layers[index], side[index]
         return ops.attention(
             q,
@@ -223,7 +164,7 @@ def attention_beside(
     return attend, side
 
 
-def _put(side: Any, new: Any, slot: Array | int) -> Any:
+def put_nodes(side: Any, new: Any, slot: Array | int) -> Any:
     """Return the values of a layer's slots with those of new nodes, the first one at ``slot``."""
     put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=NODE_AXIS)
     return jax.tree.map(put, side, new)

@@ -16,7 +16,8 @@ from jspec.core.packing import Packing
 from jspec.core.types import Array
 from jspec.models.blocks import rope as rope_lib
 from jspec.models.blocks.arithmetic import Linear
-from jspec.models.blocks.attend import Attend, Recur
+from jspec.models.blocks.attend import Attend
+from jspec.models.blocks.recur import Recur
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.blocks.tensors import Tensor
 

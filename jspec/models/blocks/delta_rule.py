@@ -13,10 +13,10 @@ from flax import struct
 from jspec.core.types import Array, Tree
 from jspec.models.blocks import delta_state
 from jspec.models.blocks.arithmetic import Linear, normal, over_listed, rows_at
-from jspec.models.blocks.attend import Earlier
 from jspec.models.blocks.block import Mixer, Pass
 from jspec.models.blocks.delta_state import DeltaNodes, DeltaState
 from jspec.models.blocks.norms import RmsNorm
+from jspec.models.blocks.recur import Earlier
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 _FORGOTTEN = -1e4  # logarithm of a decay that leaves nothing of a state; its exponential is 0

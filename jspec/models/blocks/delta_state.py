@@ -31,7 +31,7 @@ from jspec import sharding
 from jspec.core import trees
 from jspec.core.entries import NODE_AXIS, Commit, Entry
 from jspec.core.types import Array, Tree
-from jspec.models.blocks.attend import Earlier
+from jspec.models.blocks.recur import Earlier
 
 _CHUNK = 64  # nodes of a chain that are solved at once
 _FEW = 16  # levels that are substituted one by one, and committed nodes that are added one by one

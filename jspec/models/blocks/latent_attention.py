@@ -16,12 +16,14 @@ times the multiplications of the expanded form.
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core.entries import LatentKV
+from jspec.core.entries import SlotEntry, stored_like
+from jspec.core.narrow import Narrow
 from jspec.core.types import Array
 from jspec.core.weights import as_array
 from jspec.models.blocks import rope as rope_lib
@@ -32,6 +34,44 @@ from jspec.models.blocks.rope import RopeConfig
 from jspec.models.blocks.tensors import Tensor, matrix, vector
 
 _NORM = RmsNorm(1e-6)  # The norm of latents; config.json's value is for the others.
+
+
+@struct.dataclass
+class LatentKV(SlotEntry):
+    """The latents of one layer of latent attention, which serve as keys and values."""
+
+    latent: Array | Narrow  # [B, 1, S, D]
+    # See ``SlotEntry``; every device has the latents.
+    has_split_queries: bool = struct.field(pytree_node=False, default=False)
+    keeps_dtype: bool = struct.field(pytree_node=False, default=False)  # see ``SlotEntry``
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        width: int,
+        dtype: jnp.dtype,
+        *,
+        has_split_queries: bool = False,
+    ) -> Self:
+        """Return ``capacity`` empty slots per row, of ``width`` features."""
+        return cls(jnp.zeros((batch, 1, capacity, width), dtype), has_split_queries)
+
+    @property
+    def k(self) -> Array | Narrow:
+        """The keys."""
+        return self.latent
+
+    @property
+    def v(self) -> Array | Narrow:
+        """The values, which are the same buffer."""
+        return self.latent
+
+    def holding(self, k: Array, v: Array) -> Self:
+        """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
+        del v
+        return self.replace(latent=stored_like(self.latent, k))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,7 @@ from flax import struct
 
 from jspec import ops
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV
-from jspec.core.narrow import numbers
+from jspec.core.entries import AttentionKV, numbers
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.blocks.arithmetic import Linear, by_rows, normal

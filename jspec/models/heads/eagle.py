@@ -39,9 +39,10 @@ from jspec.models import decoder
 from jspec.models.blocks.arithmetic import Linear, by_rows, normal
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import Pass, rotations_of
-from jspec.models.decoder import DecoderConfig, LayerParams
+from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import network
 from jspec.models.heads.network import Divided, SharingSizes
+from jspec.models.layer import LayerParams, apply_normed
 from jspec.sharding import ROWS
 
 
@@ -198,7 +199,7 @@ def blocks(
         if index > 0:
             mixed_in = layer.norm(x, weights.mixer_norm)
         queried = rows if index == last else None
-        x = decoder.apply_normed(layer, weights, x, mixed_in, run, index, queried)
+        x = apply_normed(layer, weights, x, mixed_in, run, index, queried)
     return sizes.norm(x, params.norm) if config.norm_output else x
 
 

@@ -35,8 +35,9 @@ from jspec.models import decoder
 from jspec.models.blocks.arithmetic import Linear, by_rows, normal
 from jspec.models.blocks.attend import Attend, attention_over
 from jspec.models.blocks.block import Pass, rotations_of
-from jspec.models.decoder import DecoderConfig, LayerParams
+from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.network import Divided, NetworkSizes
+from jspec.models.layer import LayerParams, apply_layer
 from jspec.sharding import ROWS
 
 
@@ -128,7 +129,7 @@ def run(
     x = x.astype(features.dtype)
     layer = network.layers[module]
     shared = Pass(attend, rotations_of([layer.mixer], positions), positions, linear)
-    x = decoder.apply_layer(layer, params.layers[module], x, shared, 0, rows)
+    x = apply_layer(layer, params.layers[module], x, shared, 0, rows)
     return network.norm(x, weights.norm) if config.feeds_normed else x
 
 

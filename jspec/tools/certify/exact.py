@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 
 from jspec.core import trees
-from jspec.core.sampling import FILTERS
+from jspec.core.filters import FILTERS
 from jspec.core.types import Proposal, Sampling
 from jspec.engine.profile import Profile, request_of
 from jspec.engine.sequences import SequenceParams
