@@ -107,7 +107,7 @@ class Counted(Theirs):
 
     def __call__(self, **more: Any):
         """Answer all requests."""
-        if self.counted or self.counterpart.startswith(PLAIN):
+        if self.counted or self.counterpart.endswith(PLAIN):
             return super().__call__(**more)
         self.counted = True
         sample = super().__call__(**more, count_passes=True)

@@ -47,7 +47,7 @@ def results(tmp_path_factory):
 def test_a_table_holds_our_methods_and_the_peers_that_ran(results):
     ours, lookup, *quantised, plain, drafted = (row["name"] for row in results["rows"])
     assert ours == "autoregressive" and lookup.startswith("ngram, K=4")
-    assert quantised == [f"{ours}, int8", f"{lookup}, int8"]
+    assert quantised == [f"int8, {ours}", f"int8, {lookup}"]
     assert (plain, drafted) == ("vllm", "vllm, ngram")
     assert results["questions"] == {"multi-turn chat": 3, "QA": 1}  # a turn is a prompt
 

@@ -9,23 +9,8 @@ import tokenizers
 
 from jspec.checkpoints import gguf_config, gguf_tokenizer
 from jspec.checkpoints.gguf_files import GgufFile
+from tests.checkpoints.tokenizers_with_llamacpp import TEXTS, TRAINING, spaced
 
-TRAINING = [path.read_text() for path in sorted(Path(__file__).parents[2].glob("docs/*.md"))[:8]]
-TEXTS = [
-    *(
-        "Hello world",
-        "  two  spaces and\ttabs\n\nlines\r\n",
-        "def f(x):\n    return x[0] + 12345\n",
-    ),
-    *(
-        "naïve café “quotes” …",
-        "日本語のテキスト",
-        "Привет, мир!",
-        "🙂👍🏽 a\u0301",
-        "I'm WE'VE don't",
-    ),
-    *("", " ", "3.14159 and 1e-5", "<|im_start|>user\nHi<|im_end|>", "a" * 60, "x\u200bz"),
-]
 ENDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -73,6 +58,10 @@ def test_byte_level_files_split_texts_as_the_trained_tokenizer(byte_level):
         ("tekken", "12", 2),
         ("deepseek-v3", "123456", 2),
         ("gpt-4o", "123456", 2),
+        ("tiny_aya", "12345", 2),
+        ("seed-coder", "1234", 4),
+        ("deepseek-llm", "a 12", 4),
+        ("dbrx", "1234567", 3),
     ],
 )
 def test_each_kind_of_split_has_its_own_digits(byte_level, pre, text, pieces):
@@ -158,10 +147,20 @@ def test_sentencepiece_files_split_texts_as_sentencepiece_does():
     assert ours("Hi").input_ids[0] == theirs.bos_id()
 
 
+def test_files_of_gemma_4_split_texts_as_its_tokenizer_does():
+    gemma, metadata = pytest.importorskip("transformers").GemmaTokenizer, spaced()
+    vocabulary = {token: index for index, token in enumerate(metadata["tokens"])}
+    merges = [tuple(pair.split(" ")) for pair in metadata["merges"]]
+    ours, theirs = read(**metadata, add_bos_token=True), gemma(vocab=vocabulary, merges=merges)
+    for text in [*TRAINING[:2], *filter(None, TEXTS)]:
+        assert ours(text).input_ids == ids(theirs, text), repr(text)
+        assert ours.decode(ids(ours, text)) == text
+
+
 def test_tokenizers_that_are_not_understood_are_refused_by_name(byte_level):
     _, metadata = byte_level
     for change, message in (
-        ({"model": "bert"}, "tokenizer.ggml.model 'bert'; known: gpt2, llama"),
+        ({"model": "bert"}, "tokenizer.ggml.model 'bert'; known: gpt2, llama, gemma4"),
         ({"pre": "new"}, "splits texts as 'new' .* pass tokenizer= with the original model's"),
         ({"eos_token_id": 9999}, "eos_token_id=9999 is outside the vocabulary of 700"),
         ({"merges": ["no such"]}, "has a damaged tokenizer .*; download it again, or pass token"),

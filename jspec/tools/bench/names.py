@@ -37,7 +37,7 @@ def name_of(config: Mapping[str, Any], which: str = "") -> str:
 
 def with_weights(name: str, quantization: str | None) -> str:
     """Return the name of a method with the weights of a ``quantization``."""
-    return f"{name}, {quantization}" if quantization else name
+    return f"{quantization}, {name}" if quantization else name
 
 
 def portable(given: Mapping[str, Any], among: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
