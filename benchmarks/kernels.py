@@ -3,7 +3,8 @@
 A row is one operation at one size. ``floor`` is the time to read the operation's inputs at the
 bandwidth measured in the same run. ``/floor`` is a contender's time in units of it, ``x XLA`` the
 speedup of a kernel over XLA. A kernel becomes the default of a device, in ``jspec.ops``, only with
-such a row. Without an accelerator there is only XLA.
+such a row. Without an accelerator there is only XLA, and for products with quantised matrices
+Pallas' interpreter of the Hopper kernel on small ones, whose time means nothing.
 
 ``differs by`` compares one call: the largest difference of attention, relative to the largest
 value, or the share of different verdicts. ``LIMITS`` bounds it. A kernel that does not compile, or
@@ -16,7 +17,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,43 +24,32 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.contests import (
+    MOST_COPIES,
+    STEPS,
+    WORKING_SET,
+    XLA,
+    Contest,
+    kernels,
+    no_kernels,
+)
+from benchmarks.products import EXPERTS, MATRICES, grouped_matmul, quantized_matmul
 from jspec import ops
 from jspec.core import sampling, trees
 from jspec.core.types import Draft, Sampling
 from jspec.engine import programs
-from jspec.kernels.grouped_matmul.shapes import CASES as EXPERTS
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.tools.bench import environment, files
 from jspec.verify import RULES
 
-XLA = "xla"
-KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # kernel of each platform
-STEPS = 16  # in one program, to hide its launch
 SIZES = ("batch", "length", "dtype", "page")  # keys of a case that are its size
-WORKING_SET = 2**27  # bytes read before any is read again, larger than the devices' caches
-MOST_COPIES = 8  # most copies of the inputs: each adds compile time
 PEAK = 4.0  # standard deviation of scores: few keys have most of the weight, as in real layers
 # bfloat16 attention rounds scores and weights. Verdicts differ where a draw falls on the border of
 # two tokens and sums round differently.
-LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25, "grouped_matmul": 0.01}
-
-
-class Contest(NamedTuple):
-    """One operation at one size."""
-
-    operation: str
-    case: dict  # its parameters
-    contenders: dict[str, Callable[[], jax.Array]]  # each makes ``calls`` calls; the first is XLA
-    calls: int
-    num_bytes: int  # read and written by one call
-    copies: int  # copies of the inputs, used in turn
-
-    @property
-    def cached(self) -> bool:
-        """True if all copies may fit into the device's cache; then the floor can be beaten."""
-        return self.copies * self.num_bytes < WORKING_SET
+LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25}
+LIMITS |= {"grouped_matmul": 0.01, "quantized_matmul": 0.01}
 
 
 def tree_attention(settings: argparse.Namespace) -> Iterator[Contest]:
@@ -104,21 +93,6 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype, pag
     contenders = {each: functools.partial(_attend, case, each, **arrays) for each in names}
     facts = {"case": name, "batch": batch, "length": length, "dtype": dtype.name, "page": page}
     return Contest("tree_attention", facts, contenders, STEPS * layers, moved, layers)
-
-
-def kernels() -> tuple[str, ...]:
-    """Return the kernels of this device: one, or none."""
-    return () if no_kernels() else (KERNELS[jax.default_backend()],)
-
-
-def no_kernels() -> str | None:
-    """Return the reason why this device has no kernels, or None."""
-    platform, device = jax.default_backend(), jax.devices()[0]
-    if platform not in KERNELS:
-        return f"no kernel is for {platform}"
-    if platform == "gpu" and not device.compute_capability.startswith("9."):
-        return f"the kernels are for GPUs of the Hopper kind, not {device.device_kind}"
-    return None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -230,44 +204,6 @@ def _judge(case, implementation, rounds, uniform):
     return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((len(rounds), count), jnp.int32))
 
 
-def grouped_matmul(settings: argparse.Namespace) -> Iterator[Contest]:
-    """Yield the products of tokens with experts that they choose at random."""
-    for name in settings.cases:
-        if name in EXPERTS:
-            yield _experts_contest(name)
-
-
-def _experts_contest(name: str) -> Contest:
-    case = EXPERTS[name]
-    keys = jax.random.split(jax.random.key(0), 3)
-    chosen = jax.random.randint(keys[0], (case.rows,), 0, case.experts)
-    sizes = jnp.bincount(chosen, length=case.experts).astype(jnp.int32)
-    shape = (case.experts, case.depth, case.columns)
-    arrays = dict(
-        x=jax.random.normal(keys[1], (case.rows, case.depth), jnp.bfloat16),
-        weights=jax.random.normal(keys[2], shape, jnp.bfloat16),
-        sizes=sizes,
-        nudge=jnp.zeros((), jnp.bfloat16),
-    )
-    moved = int((sizes > 0).sum()) * 2 * case.depth * case.columns
-    moved += case.rows * (2 * case.depth + 4 * case.columns)
-    names = [XLA, *(kernels() if jax.default_backend() == "gpu" else ())]
-    contenders = {each: functools.partial(_multiply, each, **arrays) for each in names}
-    return Contest("grouped_matmul", {"case": name}, contenders, STEPS, moved, 1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _multiply(implementation, *, x, weights, sizes, nudge):
-    """Run ``STEPS`` products, each of which depends on the one before; see ``_attend``."""
-
-    def step(_, out):
-        moved = x + nudge * out[:, :1].astype(x.dtype)
-        return ops.grouped_matmul(moved, weights, sizes, implementation=implementation)
-
-    out = jnp.zeros((len(x), weights.shape[2]), jnp.float32)
-    return jax.lax.fori_loop(0, STEPS, step, out)
-
-
 def num_rows(settings: argparse.Namespace) -> int:
     """Return the number of rows without a time limit."""
     attention = len(settings.batch) * len(settings.lengths) * len(settings.pages)
@@ -275,6 +211,7 @@ def num_rows(settings: argparse.Namespace) -> int:
         "tree_attention": (CASES, attention),
         "rejection_sampling": (DRAFTS, len(settings.batch)),
         "grouped_matmul": (EXPERTS, 1),
+        "quantized_matmul": (MATRICES, 1),
     }
     return sum(
         times * len(known.keys() & set(settings.cases))
@@ -286,6 +223,7 @@ OPERATIONS = {
     "tree_attention": tree_attention,
     "rejection_sampling": rejection_sampling,
     "grouped_matmul": grouped_matmul,
+    "quantized_matmul": quantized_matmul,
 }
 
 
@@ -412,7 +350,7 @@ def main() -> None:
         prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    cases = [*CASES, *DRAFTS, *EXPERTS]
+    cases = [*CASES, *DRAFTS, *EXPERTS, *MATRICES]
     least = [*CASES, *DRAFTS] if on_cpu else cases  # XLA multiplies all experts on a CPU.
     parser.add_argument("--cases", nargs="+", choices=cases, default=least, metavar="CASE")
     parser.add_argument("--batch", nargs="+", type=int, default=[1] if on_cpu else [1, 8, 32])

@@ -40,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jspec
-from benchmarks.kernels import XLA, bandwidth, kernels
+from benchmarks.contests import XLA, kernels
+from benchmarks.kernels import bandwidth
 from jspec.api import config
 from jspec.api.build import build_plan
 from jspec.checkpoints import checkpoint, loading

@@ -8,9 +8,10 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernels
+from benchmarks import kernels, products
 from benchmarks.kernels import LIMITS, XLA
 from jspec.kernels.grouped_matmul.shapes import Case
+from jspec.kernels.quantized_matmul.shapes import Case as Matrix
 
 SETTINGS = argparse.Namespace(
     operations=["tree_attention", "rejection_sampling"],
@@ -59,10 +60,25 @@ def test_attention_in_another_precision_is_well_and_over_half_of_the_cache_is_no
 
 
 def test_products_with_other_experts_are_not_well(monkeypatch):
-    monkeypatch.setattr(kernels, "EXPERTS", {"a chain of 1": Case(4, 32, 64, rows=9)})
+    monkeypatch.setattr(products, "EXPERTS", {"a chain of 1": Case(4, 32, 64, rows=9)})
     same = row_of("grouped_matmul", weights=lambda weights: weights.astype(jnp.float32))
     assert same["well"] and same["floor"] > 0
     other = row_of("grouped_matmul", sizes=lambda sizes: sizes[::-1])
+    assert not other["well"]
+
+
+def test_the_kernel_is_interpreted_on_a_cpu_and_other_groups_are_not_well(monkeypatch):
+    monkeypatch.setattr(products, "MATRICES", {"a chain of 1": Matrix("int4", 256, 512, 4, 5)})
+    [contest] = products.quantized_matmul(SETTINGS)
+    assert list(contest.contenders) == [XLA, products.INTERPRETED]
+    same = kernels.measured(contest, 1, 1e9)
+    assert same["well"] and same["difference"] < 1e-4
+    other = row_of(
+        "quantized_matmul",
+        matrices=lambda matrices: [
+            (values, scales[:, ::-1], zeros) for values, scales, zeros in matrices
+        ],
+    )
     assert not other["well"]
 
 
