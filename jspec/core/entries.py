@@ -221,11 +221,16 @@ def numbers(buffer: Array | Narrow) -> Array:
 
 
 def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:
-    """Write the path's slots of ``fresh`` [B, H, N, D]: one ``dynamic_update_slice`` per row."""
+    """Write the path's slots of ``fresh`` [B, H, N, D]: one ``dynamic_update_slice`` per row.
+
+    The head's index is spelled out. From windows of all heads, XLA for TPU would lay out a cache of
+    one row by slots, and copy it for attention.
+    """
+    heads = jnp.arange(fresh.shape[1])[:, None]
 
     @jax.vmap
     def write(buffer: Array, fresh: Array, path: Array, start: Array) -> Array:
-        fresh = fresh[:, path].astype(buffer.dtype)
+        fresh = fresh.at[heads, path].get(mode="promise_in_bounds").astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
 
     return write(buffer, fresh, commit.path, commit.start(buffer.shape[2]))

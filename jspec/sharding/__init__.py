@@ -25,6 +25,15 @@ def num_shards() -> int:
     return mesh.shape[TENSOR] if TENSOR in mesh.axis_names else 1
 
 
+def may_divide_rows(x: Any) -> bool:
+    """Return True if a value of a program is on a caller's mesh, which may divide its rows.
+
+    Whether any row does something is then a reduction over devices.
+    """
+    sizes = jax.typeof(x).sharding.mesh.shape
+    return any(size > 1 for axis, size in sizes.items() if axis != TENSOR)
+
+
 def whole(tree: Any) -> Any:
     """Place a pytree on every device; return it as it is without a mesh.
 

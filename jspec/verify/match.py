@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import sharding
 from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.nodes import end_at, path_to, take, with_ancestors
 from jspec.verify.rule import ALL, Rule
@@ -45,6 +46,7 @@ def follow(draw: Callable[[Array], Array], draft: Draft, tree: Tree) -> tuple[Ar
 
     ``draw`` maps nodes [B] to the target's draws after them, int32 [B]; -1 ends a row's path. It
     runs while some row descends, so a round draws for few nodes: a draw costs V values of noise.
+    Where devices may divide the rows, it runs for every depth, and no device waits for others.
     """
 
     def descend(carry: tuple) -> tuple:
@@ -61,5 +63,9 @@ def follow(draw: Callable[[Array], Array], draft: Draft, tree: Tree) -> tuple[Ar
     root = jnp.zeros(draft.tokens.shape[:1], jnp.int32)
     here = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
     start = here, root, root, jnp.ones(root.shape, bool)
-    _, end, token, _ = lax.while_loop(lambda carry: carry[-1].any(), descend, start)
+    if sharding.may_divide_rows(draft.tokens):
+        last = lax.fori_loop(0, tree.max_depth + 1, lambda _, carry: descend(carry), start)
+    else:
+        last = lax.while_loop(lambda carry: carry[-1].any(), descend, start)
+    _, end, token, _ = last
     return path_to(end, tree), take(tree.depth, end), token

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jspec.core import trees
 from jspec.core.types import Draft
@@ -188,3 +189,14 @@ def test_the_next_logits_are_the_targets_at_the_end_of_the_path():
     )
     assert num_accepted[0] > 0
     np.testing.assert_array_equal(logits[0], processed[0, path[0, num_accepted[0]]])
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_devices_with_rows_of_their_own_ask_no_other_whether_it_is_done(axis):
+    mesh = AbstractMesh((2,), (axis,), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    array = lambda dtype: jax.ShapeDtypeStruct((4, NUM_NODES), dtype, sharding=sharding)
+    whole = array(jnp.int32)
+    traced = str(walk_by_follow.trace(whole, whole, array(bool), whole).jaxpr)
+    assert (" while[" in traced) == (axis == "tensor")  # there, each device has all rows
+    assert (" scan[" in traced) == (axis == "data")
