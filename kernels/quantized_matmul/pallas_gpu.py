@@ -24,6 +24,7 @@ Array = jax.Array
 TILE_OUTPUTS = 64  # rows of a wgmma
 ROW_MULTIPLE = 8  # columns of a wgmma
 DEPTH_MULTIPLE = 64
+SMALL_GROUP = 32  # inputs of GGUF's blocks; a block of inputs has several such groups
 PROGRAMS, MAX_SPLITS = 96, 4  # programs that fill the device; each split writes its sums
 IN_FLIGHT = 40 << 10  # bytes of values that cover the latency of memory
 SHARED = 110 << 10  # bytes of shared memory of a program, so that two share a multiprocessor
@@ -51,7 +52,7 @@ class Blocks:
 def choose_blocks(rows: int, values: Array, groups: int) -> Blocks:
     """Choose sizes for values [O, I] with ``groups`` groups of inputs."""
     outputs, inputs = values.shape
-    size = inputs // groups
+    size = inputs if inputs // groups == SMALL_GROUP else inputs // groups
     depth = 128 if size % 128 == 0 else 64
     splits = min(-(-PROGRAMS // (outputs // TILE_OUTPUTS)), MAX_SPLITS, inputs // depth)
     of_values = TILE_OUTPUTS * depth * bits_of(values.dtype) // 8
@@ -62,14 +63,15 @@ def choose_blocks(rows: int, values: Array, groups: int) -> Blocks:
 def refusal(x: Array, values: Array, scales: Array, zeros: Array | None) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     del zeros
-    outputs, size = values.shape[0], values.shape[1] // scales.shape[1]
+    (outputs, inputs), size = values.shape, values.shape[1] // scales.shape[1]
     if values.dtype.name not in OPERANDS:
         return f"takes values in {', '.join(OPERANDS)}, not {values.dtype}; convert them"
-    if outputs % TILE_OUTPUTS or size % DEPTH_MULTIPLE:
-        multiples = f"a multiple of {TILE_OUTPUTS} outputs, with groups of a multiple of"
+    of_groups = inputs if size == SMALL_GROUP else size
+    if outputs % TILE_OUTPUTS or of_groups % DEPTH_MULTIPLE:
+        multiples = f"a multiple of {TILE_OUTPUTS} outputs, and groups of {SMALL_GROUP} or a"
         return (
-            f"takes {multiples} {DEPTH_MULTIPLE} inputs, not {outputs} with groups of {size}; "
-            "pad them"
+            f"takes {multiples} multiple of {DEPTH_MULTIPLE} inputs, not {outputs} with groups of "
+            f"{size}; pad them"
         )
     if len(x) > KERNEL_ROWS:
         return f"takes up to {KERNEL_ROWS} rows, not {len(x)}; multiply the matrix out"
@@ -102,20 +104,20 @@ def quantized_matmul(
     blocks = blocks or choose_blocks(padded, values, groups)
     x = jnp.pad(x.astype(operand), ((0, padded - rows), (0, 0)))
     factors = (scales,) if zeros is None else (scales, zeros.astype(operand))
-    tile = (TILE_OUTPUTS, blocks.depth)
+    tile, size_of_group = (TILE_OUTPUTS, blocks.depth), inputs // groups
+    width = min(blocks.depth, size_of_group)
     # JAX interprets neither operands in registers nor transposed ones.
-    shapes = (tile, (blocks.depth, padded)) if blocks.is_interpreted else ()
+    shapes = ((TILE_OUTPUTS, width), (width, padded)) if blocks.is_interpreted else ()
+    swizzle = None if width == blocks.depth else width * operand.itemsize
     options = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
-        functools.partial(
-            _kernel, blocks=blocks, size=inputs // groups, has_zeros=zeros is not None
-        ),
+        functools.partial(_kernel, blocks=blocks, size=size_of_group, has_zeros=zeros is not None),
         out_type=jax.ShapeDtypeStruct((blocks.splits, padded, outputs), jnp.float32),
         grid=(outputs // TILE_OUTPUTS, blocks.splits),
         grid_names=("tile", "split"),
         scratch_types=[
             smem(*tile, values.dtype, blocks.stages),
-            smem(padded, blocks.depth, operand, blocks.stages),
+            smem(padded, blocks.depth, operand, blocks.stages, swizzle=swizzle),
             smem(padded, TILE_OUTPUTS, jnp.float32),
             plgpu.Barrier(num_barriers=blocks.stages),
             plgpu.Barrier(num_barriers=blocks.stages),
@@ -142,7 +144,7 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
     split, share = lax.axis_index("split"), -(-values.shape[1] // (blocks.depth * blocks.splits))
     outputs = pl.ds(lax.axis_index("tile") * TILE_OUTPUTS, TILE_OUTPUTS)
     first = split * share
-    has_groups = size < values.shape[1]
+    has_groups, width = size < values.shape[1], min(size, blocks.depth)
     steps = jnp.minimum(share, values.shape[1] // blocks.depth - first)
 
     def stage_of(step):
@@ -161,11 +163,12 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
             return ref[...]
         return plgpu.load(ref, layout=layout, optimized=ref.ndim > 1, **NO_INDEX)
 
-    def factor(ref, step, width):
-        group = lax.div((first + step) * blocks.depth, jnp.int32(size))
+    def factor(ref, step, begin, columns):
+        """Return the numbers of the group that has the input ``begin`` of a block."""
+        group = lax.div((first + step) * blocks.depth + begin, jnp.int32(size))
         numbers = load(ref.at[outputs, group], plgpu.Layout.WGMMA.reduce(1))
         numbers = numbers.astype(jnp.float32 if ref is scales else x.dtype)
-        return lax.broadcast_in_dim(numbers, (TILE_OUTPUTS, width), [0])
+        return lax.broadcast_in_dim(numbers, (TILE_OUTPUTS, columns), [0])
 
     def operand_of(step):
         """Return a block of values as wgmma takes them."""
@@ -173,17 +176,23 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
         operand = load(part, LAYOUTS[bits_of(values.dtype)])
         if not plain:
             operand = plgpu.layout_cast(operand, plgpu.Layout.WGMMA)
-        operand = operand.astype(x.dtype)
-        if zeros is not None:
-            operand = operand - factor(zeros, step, blocks.depth)
-        return operand
+        return operand.astype(x.dtype)
 
     def turn(step, total):
         fetch(step + blocks.stages - 1)  # into the stage that was read a turn ago
         plgpu.barrier_wait(values_ready.at[stage_of(step)])
-        operand = operand_of(step)
+        whole = operand_of(step)
         plgpu.barrier_wait(x_ready.at[stage_of(step)])
-        rows = x_s.at[stage_of(step)]
+        for begin in range(0, blocks.depth, width):
+            operand = whole[:, begin : begin + width]
+            if zeros is not None:
+                operand = operand - factor(zeros, step, begin, width)
+            rows = x_s.at[stage_of(step), :, pl.ds(begin, width)]
+            sums = product(operand, rows)
+            total += sums * factor(scales, step, begin, x.shape[0]) if has_groups else sums
+        return total
+
+    def product(operand, rows):
         if plain:
             plain[0][...], plain[1][...] = operand, rows[...].T
             operand, rows = plain
@@ -194,8 +203,7 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
             plgpu.wgmma(accumulator, operand, rows)
             return accumulator[...]
 
-        sums = pl.run_scoped(multiply, plgpu.ACC((TILE_OUTPUTS, x.shape[0]), jnp.float32))
-        return total + (sums * factor(scales, step, x.shape[0]) if has_groups else sums)
+        return pl.run_scoped(multiply, plgpu.ACC((TILE_OUTPUTS, x.shape[0]), jnp.float32))
 
     for step in range(blocks.stages - 1):
         fetch(jnp.int32(step))
@@ -204,7 +212,7 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
         total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
     total = lax.fori_loop(0, steps, turn, total)
     if not has_groups:
-        total = total * factor(scales, jnp.int32(0), x.shape[0])
+        total = total * factor(scales, jnp.int32(0), 0, x.shape[0])
     if plain:
         out_s[...] = total.T
     else:

@@ -31,6 +31,8 @@ CASES = {
     "Llama-3.1-8B, int4, qkv": Case("int4", 6144, 4096, 32, 40),
     "Llama-3.1-8B, int4, down, one token": Case("int4", 4096, 14336, 112, 1),
     "Llama-3.1-8B, AWQ, gate and up": Case("int4", 28672, 4096, 32, 128, has_zeros=True),
+    "Llama-3.1-8B, Q4_0, out": Case("int4", 4096, 4096, 128, 40),
+    "Llama-3.1-8B, Q8_0, down": Case("int8", 4096, 14336, 448, 8),
     "Llama-3.1-8B, int8, out": Case("int8", 4096, 4096, 1, 40),
     "Llama-3.1-8B, fp8, gate and up": Case("float8_e4m3fn", 28672, 4096, 1, 40),
     "Qwen3-8B, fp8 blocks, down": Case("float8_e4m3fn", 4096, 12288, 96, 40),

@@ -26,6 +26,8 @@ interpreting = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params"
 FORMS = {
     "int4 in groups, two splits": (5, 128, 384, 3, "int4", None, 2),
     "int4 with zeros in small groups": (9, 64, 192, 3, "int4", "int8", 1),
+    "int4 in groups of 32, two splits": (5, 64, 384, 12, "int4", "int8", 2),
+    "int8 in groups of 32": (3, 64, 192, 6, "int8", None, 1),
     "int8 by channel, more splits than fit": (40, 64, 256, 1, "int8", None, 2),
     "int8 with zeros": (1, 64, 256, 2, "int8", "bfloat16", 1),
     "fp8 by channel": (3, 64, 256, 1, "float8_e4m3fn", None, 1),
@@ -67,7 +69,7 @@ def test_the_kernel_for_hopper_is_the_reference(name):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     *sizes, splits = FORMS[name]
-    arrays, depth = arguments(*sizes), min(128, sizes[2] // sizes[3])
+    arrays, depth = arguments(*sizes), max(64, min(128, sizes[2] // sizes[3]))
     blocks = pallas_gpu.Blocks(splits, depth, 2, is_interpreted=True)
     interpret = interpreting.InterpretGPUParams(detect_races=True)
     result = pallas_gpu.quantized_matmul(*arrays, blocks=blocks, interpret=interpret)
@@ -98,7 +100,8 @@ def test_every_split_has_inputs():
     [
         ((3, 64, 128, 1, "uint4", None), "takes values in int4, int8.*, not uint4; convert them"),
         ((3, 96, 128, 1, "int4", None), "multiple of 64 outputs.* not 96 with groups of 128; pad"),
-        ((3, 64, 128, 4, "int4", None), "not 64 with groups of 32; pad them"),
+        ((3, 64, 96, 3, "int4", None), "not 64 with groups of 32; pad them"),
+        ((3, 64, 128, 8, "int4", None), "groups of 32 or a.* not 64 with groups of 16; pad them"),
         ((129, 64, 128, 1, "int4", None), "up to 128 rows, not 129; multiply the matrix out"),
     ],
 )
