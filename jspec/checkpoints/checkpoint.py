@@ -37,6 +37,7 @@ from jspec.checkpoints.families.names import (
 from jspec.checkpoints.files import model_files
 from jspec.checkpoints.files.model_files import PathLike
 from jspec.checkpoints.quantised import formats, on_the_fly, reading
+from jspec.checkpoints.quantised.format import GGUF
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.sharding.placement import Placement, as_placement
 from jspec.util import staging
@@ -66,8 +67,7 @@ def outline(
     ``path`` may be that of a config.json too.
     """
     source, raw = _raw_config(path)
-    keeps_blocks = quantization == gguf_blocks.METHOD and gguf_files.find(path) is not None
-    method = quantization if keeps_blocks else formats.method_of(raw)
+    method = GGUF if gguf_files.find(source) else formats.method_of(raw)
     scheme = on_the_fly.scheme_of(quantization, method)
     config = _read_config(source, raw)
     dtype = dtype or model_files.stated_dtype(raw) or _stored_dtype(source.parent)
@@ -75,7 +75,7 @@ def outline(
     entries = families.find(raw).table(config)
     on_the_fly.check(entries, scheme)
     tensors = formats.outlined(formats.of(raw, quantization), entries)
-    if keeps_blocks:
+    if quantization == GGUF:
         entries = gguf_names.stacked(entries)
         file = gguf_files.open_file(source)
         tensors = gguf_blocks.opened(gguf_names.tensors(file, raw, entries))
@@ -138,15 +138,14 @@ def load_pretrained(
     file = gguf_files.find(path)
     directory = file or model_files.locate_weights(path)
     source, raw = _raw_config(directory)
-    keeps_blocks = quantization == gguf_blocks.METHOD and file is not None
-    method = quantization if keeps_blocks else formats.method_of(raw)
+    method = GGUF if file else formats.method_of(raw)
     scheme = on_the_fly.scheme_of(quantization, method)
     config = _read_config(source, raw)
     entries = families.find(raw).table(config)
     if file:
         entries = gguf_names.stacked(entries)
         tensors = gguf_names.tensors(gguf_files.open_file(file), raw, entries)
-        tensors = gguf_blocks.opened(tensors) if keeps_blocks else tensors
+        tensors = gguf_blocks.opened(tensors) if quantization == GGUF else tensors
     else:
         tensors = text_part.tensors_of(model_files.open_tensors(directory))
     entries = as_stored(entries, tensors)

@@ -15,7 +15,6 @@ from jspec.checkpoints.gguf_files import GgufTensor
 from jspec.checkpoints.gguf_tensors import Alternating, Columns, Gathered
 from jspec.checkpoints.quantised.stored import NIBBLES, Rows, StoredTensor
 
-METHOD = "gguf"
 _HALF = np.dtype(np.float16)
 
 

@@ -61,12 +61,9 @@ def bench(
     from jspec.tools.bench.run import bench as measure
     from jspec.tools.bench.settings import Settings
 
-    check_output("--output", output, folder=True)
-    check_output("--json", json_file)
-    if output is not None:  # its results.json may be the same file
+    _check_outputs(output, json_file)
+    if output is not None:
         chart.check()
-        written = (output, *(output / f"results.{kind}" for kind in ("md", "png", "html")))
-        check_apart(*(("--output", path) for path in written), ("--json", json_file))
     if model is None:
         model, questions = str(demo.ASSETS / "target"), questions or [demo.PROMPT]
         if not config:
@@ -102,6 +99,15 @@ def bench(
         stage.begin("reading")
         results = about | measure(model, asked, settings, on_case=keep, on_step=stage.begin)
     finish(results, report)
+
+
+def _check_outputs(folder: Path | None, json_file: Path | None) -> None:
+    """Refuse outputs that cannot be written, or of which one would overwrite another."""
+    check_output("--output", folder, folder=True)
+    check_output("--json", json_file)
+    if folder is not None:  # its results.json may be the same file
+        written = (folder, *(folder / f"results.{kind}" for kind in ("md", "png", "html")))
+        check_apart(*(("--output", path) for path in written), ("--json", json_file))
 
 
 def finish(results: dict[str, Any], report: ModuleType) -> None:

@@ -149,6 +149,11 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
         compare({"bfloat16": target}, INSTRUCT_SETTINGS, prompt, _INSTRUCT_SHOWN, _INSTRUCT_NOTE)
 
 
+def configs() -> list[dict[str, str]]:
+    """Return a speculative_config of each drafter that jspec has the weights of."""
+    return [{"method": name, "model": str(ASSETS / folder)} for name, folder in DRAFTERS.items()]
+
+
 def _with_model(setting: Setting, assets: Path, drafts: dict[str, LoadedModel]) -> Setting:
     """Return the setting with the drafter of its method."""
     if setting.method not in DRAFTERS:

@@ -62,10 +62,7 @@ def tune(
     if model is None:
         model = str(demo.ASSETS / "target")
         if not config:
-            configs += [
-                {"method": method, "model": str(demo.ASSETS / folder)}
-                for method, folder in demo.DRAFTERS.items()
-            ]
+            configs += demo.configs()
         questions = questions or [demo.PROMPT]
     settings = Settings(
         tuple(configs),

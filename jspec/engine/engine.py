@@ -21,7 +21,7 @@ import numpy as np
 from jspec.core import validation
 from jspec.core.logprobs import Scoring
 from jspec.core.types import Params
-from jspec.engine import answers, faults, program_memory, updates
+from jspec.engine import answers, program_memory, recovery, updates
 from jspec.engine.admission import Admission
 from jspec.engine.answers import Answer
 from jspec.engine.batch_request import Members
@@ -290,30 +290,6 @@ class Engine:
         if self.on_launch is not None:
             self.on_launch(ran)
 
-    # ------------------------------------------------------------------------------------- faults
-
     def _survive(self, act: Callable[[], None]) -> None:
-        """Run a part of a step; after an error, sequences start again, or end by it."""
-        try:
-            act()
-        except faults.INTERRUPTIONS:
-            if self.runner.is_lost:  # Ctrl-C inside a call that had consumed its inputs
-                self._start_again(keeps_pages=False)
-            raise
-        except BaseException as error:  # panics of Rust are no Exception
-            keeps_pages = not (self.runner.is_lost or faults.is_of_device(error))
-            suspects = self._start_again(keeps_pages=keeps_pages)
-            for sequence in suspects:
-                sequence.is_suspect = True
-            if len(suspects) == 1:
-                self.scheduler.fail(suspects[0], faults.of_sequence(error))
-            elif not suspects:
-                raise
-
-    def _start_again(self, *, keeps_pages: bool) -> list[EngineSequence]:
-        """Queue all who ran, and return them. After an error of the host, pages stay."""
-        unfinished = self.scheduler.restart(self.scheduler.seated)
-        self.unread.clear()
-        self.scheduler.leaving.clear()
-        self.runner.reset(keeps_pages=keeps_pages)
-        return unfinished
+        """Run a part of a step, and go on after an error."""
+        recovery.survive(act, self.scheduler, self.runner, self.unread)

@@ -79,6 +79,20 @@ def test_a_model_has_the_logits_of_transformers(tmp_path, case):
     )
 
 
+def test_the_file_is_named_where_it_does_not_allow_a_quantization(tmp_path):
+    write(tmp_path / "model.gguf")
+    for open_model in (jspec.load, checkpoint.outline):
+        with pytest.raises(ValueError) as error:
+            open_model(tmp_path / "model.gguf", quantization="w8a8")
+        assert str(error.value) == (
+            "quantization='w8a8' needs a checkpoint whose quantization_config quantises "
+            "activations, not a GGUF file; use one of 'int8', 'fp8', 'int4', 'gguf', or leave it "
+            "out."
+        )
+        with pytest.raises(ValueError, match=r"'awq' is not supported; use one of .* 'gguf', or"):
+            open_model(tmp_path / "model.gguf", quantization="awq")
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_weights_are_those_that_the_gguf_package_dequantises(tmp_path, kind):
     type_ = gguf.GGMLQuantizationType[kind]

@@ -55,6 +55,17 @@ def texts(answers):
     return [answer.tokens.tolist() for answer in answers]
 
 
+def joining(engine, sequences):
+    """Return the texts of sequences of which each is submitted a step after the one before."""
+    tickets = []
+    for sequence in sequences:
+        tickets.append(engine.submit(sequence, rounds=2))
+        engine.step()
+    while not engine.is_idle:
+        engine.step()
+    return texts(ticket.answer for ticket in tickets)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sequences_that_share_two_slots_have_the_texts_that_they_have_alone(name):
     plan, sequences = Plan(tiny.TARGET, DRAFTERS[name], "coupled"), mixed()
@@ -69,13 +80,7 @@ def test_sequences_that_share_two_slots_have_the_texts_that_they_have_alone(name
 
 def test_sequences_may_be_submitted_while_others_run():
     plan, sequences = Plan(tiny.TARGET, tiny.DRAFT), mixed()
-    engine, tickets = engine_of(plan, num_slots=4), []
-    for sequence in sequences:
-        tickets.append(engine.submit(sequence, rounds=2))
-        engine.step()
-    while not engine.is_idle:
-        engine.step()
-    assert texts(ticket.answer for ticket in tickets) == texts(alone(plan, sequences))
+    assert joining(engine_of(plan, num_slots=4), sequences) == texts(alone(plan, sequences))
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_run():
@@ -291,13 +296,9 @@ def test_settings_that_come_later_do_not_change_the_texts_before_them():
         host.SequenceParams((6,), 9, temperature=0.5, min_tokens=4, stop_token_ids=(8,), seed=2),
     ]
     inputs = [part for pair in zip(plain, special * 3, strict=False) for part in pair]
-    engine, tickets = Engine(plan, params, num_slots=3, capacity=128), []
-    for sequence in inputs:
-        tickets.append(engine.submit(sequence, rounds=2))
-        engine.step()
-    while not engine.is_idle:
-        engine.step()
-    assert texts(ticket.answer for ticket in tickets) == texts(alone(plan, inputs))
+    assert joining(Engine(plan, params, num_slots=3, capacity=128), inputs) == texts(
+        alone(plan, inputs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,13 +321,7 @@ def test_grammars_join_a_running_batch(num_slots, patterns):
         )
         for index, pattern in enumerate(patterns)
     ]
-    engine, tickets = engine_of(plan, num_slots), []
-    for sequence in inputs:
-        tickets.append(engine.submit(sequence, rounds=2))
-        engine.step()
-    while not engine.is_idle:
-        engine.step()
-    assert texts(ticket.answer for ticket in tickets) == texts(alone(plan, inputs))
+    assert joining(engine_of(plan, num_slots), inputs) == texts(alone(plan, inputs))
 
 
 def test_scores_are_those_that_a_sequence_has_alone():

@@ -16,6 +16,7 @@ from jspec.util.values import is_whole
 Expected = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
 FLOATS = ("float32", "bfloat16", "float16")
 SCALES = FLOATS[::-1]
+GGUF = "gguf"  # the ``quantization`` that keeps the blocks of a GGUF file
 W8A8 = "w8a8"  # the ``quantization`` of products of 8 bits by 8
 OUTPUT = "lm_head"  # module of the output matrix, which most formats leave as it is
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jspec.checkpoints.families.names import Entry
-from jspec.checkpoints.quantised.format import W8A8
+from jspec.checkpoints.quantised.format import GGUF, W8A8
 from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array
@@ -17,32 +17,41 @@ from jspec.models.quantised import for_kernel
 from jspec.sharding.placement import Placement
 from jspec.util.messages import did_you_mean, shown
 
+# The files that a ``quantization`` other than a scheme is for.
+_NEEDED = {
+    GGUF: "a GGUF file",
+    W8A8: "a checkpoint whose quantization_config quantises activations",
+}
 _WHOLE = ("head", "router")  # The last fields of paths that keep their dtype.
 
 
 def scheme_of(name: Any, method: Any = None) -> Scheme | None:
     """Return the scheme of a ``quantization``; None for none.
 
-    ``method`` is that of weights that are quantised; it may be named too.
+    ``method`` is that of weights that are quantised, "gguf" for a GGUF file; it may be named too.
 
     Raises:
       ValueError: there is none of that name, or the weights are quantised otherwise.
     """
-    if name is None or (isinstance(name, str) and method and name in (method, W8A8)):
+    if name in (None, method) or (name == W8A8 and method not in (None, GGUF)):
         return None
-    if method is not None and name in SCHEMES:
+    schemes, is_plain = list(SCHEMES), method in (None, GGUF)
+    if name in schemes and is_plain:
+        return SCHEMES[name]
+    if name in schemes:
         raise ValueError(
-            f"quantization={shown(name)} is for weights that are not quantised, but these are "
+            f"quantization={name!r} is for weights that are not quantised, but these are "
             f"({shown(method)}); leave it out."
         )
-    if not isinstance(name, str) or name not in SCHEMES:
-        known, meant = ", ".join(map(repr, SCHEMES)), did_you_mean(name, SCHEMES)
-        raise ValueError(
-            f"quantization={shown(name)} is not supported; use one of {known}, 'gguf' with a GGUF "
-            f"file, {W8A8!r} with files that ask for it, or leave it out for files that are "
-            f"quantised{meant or '.'}"
-        )
-    return SCHEMES[name]
+    known = (schemes if is_plain else []) + ([] if method is None else [method])
+    use = f"use one of {', '.join(map(shown, known))}, or leave it out"
+    if name in list(_NEEDED):
+        other = ", not a GGUF file" if method == GGUF else ""
+        raise ValueError(f"quantization={name!r} needs {_NEEDED[name]}{other}; {use}.")
+    meant = did_you_mean(name, SCHEMES) or "."
+    raise ValueError(
+        f"quantization={shown(name)} is not supported; {use} for files that are quantised{meant}"
+    )
 
 
 def takes(entry: Entry) -> bool:

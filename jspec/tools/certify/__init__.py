@@ -91,8 +91,6 @@ def certify(
       ValueError: a rule does not exist, an argument is out of range or belongs to the other kind
         of certificate, or ``LLM`` would refuse the configuration.
     """
-    kind = jax.devices()[0].device_kind
-    device = {"device": kind, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     run = _set(prompts=prompts, max_tokens=max_tokens, dtype=dtype, num_drafts=num_drafts)
     run |= _set(deterministic=deterministic or None, engine=engine or None)
@@ -102,27 +100,33 @@ def certify(
         misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")
         progress("enumerating drafts and uniforms, counting tokens")
-        every = [rules] if isinstance(rules, str | Rule) else rules
-        report = _of_rules(every, vocab_size, tree, seed, sampling_backend, filters)
-        return dataclasses.replace(report, setting={**report.setting, **device})
+        report = _of_rules(rules, vocab_size, tree, seed, sampling_backend, filters)
+        return _on_this_device(report)
     _refuse(
         _set(rules=rules or None, vocab_size=vocab_size, tree=tree),
         "is of certificates of rules; a model has its own, so leave it out.",
     )
     sampling, run = {**filters, "seed": seed}, run | _set(sampling_backend=sampling_backend)
     findings, remarks, setting = of_model(model, speculative_config, progress, sampling, **run)
-    return Report(tuple(findings), {**setting, **device}, tuple(remarks))
+    return _on_this_device(Report(tuple(findings), setting, tuple(remarks)))
+
+
+def _on_this_device(report: Report) -> Report:
+    """Return a report that names the device and the versions that it was made with."""
+    kind = jax.devices()[0].device_kind
+    device = {"device": kind, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return dataclasses.replace(report, setting={**report.setting, **device})
 
 
 def _of_rules(
-    rules: Sequence[str | Rule],
+    rules: str | Rule | Sequence[str | Rule],
     vocab_size: int | None,
     tree: Sequence[int] | None,
     seed: int,
     backend: str | None,
     filters: Mapping[str, float],
 ) -> Report:
-    chosen = [rule_of(rule) for rule in rules]
+    chosen = [rule_of(rule) for rule in ([rules] if isinstance(rules, str | Rule) else rules)]
     if backend is not None and not chosen:
         chosen = [RULES[name] for name in ops.REJECTION_SAMPLING_RULES]
     names = ", ".join(rule.name for rule in chosen) or "all lossless ones"
