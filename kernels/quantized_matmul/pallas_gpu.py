@@ -104,7 +104,7 @@ def quantized_matmul(
     blocks = blocks or choose_blocks(padded, values, groups)
     x = jnp.pad(x.astype(operand), ((0, padded - rows), (0, 0)))
     factors = (scales,) if zeros is None else (scales, zeros.astype(operand))
-    tile, size_of_group = (TILE_OUTPUTS, blocks.depth), inputs // groups
+    size_of_group = inputs // groups
     width = min(blocks.depth, size_of_group)
     # JAX interprets neither operands in registers nor transposed ones.
     shapes = ((TILE_OUTPUTS, width), (width, padded)) if blocks.is_interpreted else ()
@@ -116,7 +116,7 @@ def quantized_matmul(
         grid=(outputs // TILE_OUTPUTS, blocks.splits),
         grid_names=("tile", "split"),
         scratch_types=[
-            smem(*tile, values.dtype, blocks.stages),
+            smem(TILE_OUTPUTS, blocks.depth, values.dtype, blocks.stages),
             smem(padded, blocks.depth, operand, blocks.stages, swizzle=swizzle),
             smem(padded, TILE_OUTPUTS, jnp.float32),
             plgpu.Barrier(num_barriers=blocks.stages),
@@ -188,22 +188,9 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
             if zeros is not None:
                 operand = operand - factor(zeros, step, begin, width)
             rows = x_s.at[stage_of(step), :, pl.ds(begin, width)]
-            sums = product(operand, rows)
+            sums = _product(operand, rows, x.shape[0], plain)
             total += sums * factor(scales, step, begin, x.shape[0]) if has_groups else sums
         return total
-
-    def product(operand, rows):
-        if plain:
-            plain[0][...], plain[1][...] = operand, rows[...].T
-            operand, rows = plain
-        else:
-            rows = rows.transpose((1, 0))
-
-        def multiply(accumulator):
-            plgpu.wgmma(accumulator, operand, rows)
-            return accumulator[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((TILE_OUTPUTS, x.shape[0]), jnp.float32))
 
     for step in range(blocks.stages - 1):
         fetch(jnp.int32(step))
@@ -221,3 +208,18 @@ def _kernel(values, x, scales, *refs, blocks, size, has_zeros):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_s, out.at[split, :, outputs])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _product(operand, rows, count, plain):
+    """Return the product with ``count`` rows; the interpreter has memory, ``plain``, for both."""
+    if plain:
+        plain[0][...], plain[1][...] = operand, rows[...].T
+        operand, rows = plain
+    else:
+        rows = rows.transpose((1, 0))
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, operand, rows)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE_OUTPUTS, count), jnp.float32))
