@@ -3,14 +3,19 @@
 Arguments: the case, the model, the port of process 0, and the number of this process.
 """
 
+import asyncio
+import atexit
 import json
 import sys
+import threading
+import time
 from typing import Any
 
 import jax
 import numpy as np
 
 import jspec
+from jspec.api.async_llm import AsyncLLM
 from jspec.models import partition
 from jspec.sharding import TENSOR
 
@@ -58,8 +63,37 @@ def louder(model: str, ways: int) -> Any:
     return jax.tree_util.tree_map_with_path(put, loaded.params)
 
 
+def ask(served: AsyncLLM, settings: jspec.SamplingParams, lengths: range) -> float:
+    """Have prompts of several lengths continued together; return the time before."""
+
+    async def ask(length: int) -> None:
+        async for _ in served.generate({"prompt_token_ids": [5] * length}, settings):
+            pass
+
+    async def ask_all() -> None:
+        await asyncio.gather(*map(ask, lengths))
+
+    begin = time.time()
+    asyncio.run(ask_all())
+    return begin
+
+
+def print_compilations() -> None:
+    """Print at the end when and in which thread large programs were compiled."""
+    found: list[tuple[float, str, str]] = []
+
+    def note(event: str, _: float, fun_name: str = "", **__: Any) -> None:
+        if "backend_compile" in event:
+            found.append((time.time(), threading.current_thread().name, fun_name))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    atexit.register(lambda: print(json.dumps(found), flush=True))
+
+
 def main():
     case, model, port, index = sys.argv[1:]
+    if case == "ahead":
+        print_compilations()
     drafter, settings = CASES.get(case, CASES["few"])
     llm = jspec.LLM(
         model,
@@ -70,6 +104,12 @@ def main():
         process_id=int(index),
         **SMALL,
     )
+    if case == "ahead":
+        with AsyncLLM(llm) as served:
+            served.warm_up()
+            times = [ask(served, each, range(1, 40, 13)) for each in (GREEDY, DRAWN, REGEX)]
+        print(json.dumps(times[::2]))
+        return
     while case == "runs":
         llm.generate(PROMPTS)
         print("runs", flush=True)

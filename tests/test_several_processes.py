@@ -93,6 +93,22 @@ def test_other_weights_shared_state_scores_and_grammars_of_the_host_reach_both_p
     assert one[:4] != one[4:]  # other weights
 
 
+def test_programs_are_compiled_in_both_processes_before_requests_need_them(target):
+    with pair(*scripts("ahead", target)) as processes:
+        codes, lines, outputs = ends(processes)
+    assert codes == [0, 0], lines
+    begin, grammar = json.loads(outputs[0].splitlines()[-2])
+    every = [json.loads(output.splitlines()[-1]) for output in outputs]
+    for compiled in every:
+        before = [name for time, _, name in compiled if time < begin]
+        assert before.count("jit(launch)") == 2 and before.count("jit(prefill)") == 2
+        later = [(time, thread) for time, thread, _ in compiled if time > begin]
+        assert later and all(time > grammar for time, _ in later)
+        assert all(thread.startswith("ThreadPool") for _, thread in later)
+    first, other = (sorted(name for *_, name in compiled) for compiled in every)
+    assert first == other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_ends_the_other_one(target, killed):

@@ -82,8 +82,7 @@ class AsyncLLM:
         Programs are those for prompts of all lengths, for all numeric settings of sampling, and for
         short lists. What only few use is compiled when it is asked for: grammars, scores, long
         lists of token ids.
-        From now on a request that needs a program waits for it, and the others go on. With weights
-        on several devices, prompts of other lengths compile when they come.
+        From now on a request that needs a program waits for it, and the others go on.
 
         Args:
           on_progress: called with the number of programs that are done, and of all.

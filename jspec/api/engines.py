@@ -109,7 +109,7 @@ def _replicas_of(
     )
     make_pool = processes.making_pools(channel, make_pool, num_tokens)
     if channel is not None and channel.index:
-        processes.follow(channel, meshes[0], build.plan, build.params, make_pool)
+        processes.follow(channel, meshes[0], build, make_pool, max_num_seqs)
     replicas = Replicas(
         build.plan,
         build.params,

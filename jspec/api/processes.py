@@ -18,8 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspec import sharding
+from jspec.api.build import Build
 from jspec.api.engine_args import EngineArgs
 from jspec.core.types import Params
+from jspec.engine.compilation import Compilation
 from jspec.engine.loop import init_shared
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
@@ -109,15 +111,18 @@ def making_pools(
 def follow(
     channel: Channel,
     mesh: Mesh,
-    plan: Plan,
-    params: Params,
+    build: Build,
     make_pool: Callable[[Params], Pool | None],
+    num_slots: int,
 ) -> NoReturn:
     """Run what the first process runs, until it ends; then raise SystemExit."""
     with mesh_lib.on(mesh):
-        pool = make_pool(params)
-        worker = Worker(plan, params, shared=init_shared(plan), pool=pool)
-        raise SystemExit(channel.follow(worker, pool))
+        plan, pool = build.plan, make_pool(build.params)
+        worker = Worker(plan, build.params, shared=init_shared(plan), pool=pool)
+        compilation = Compilation(
+            worker, num_slots=num_slots, capacity=build.max_model_len, mesh=mesh
+        )
+        raise SystemExit(channel.follow(worker, pool, compilation))
 
 
 def _arguments(args: EngineArgs) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The request of a running batch: the profile and the grammars of who runs, and their arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,12 +50,13 @@ class BatchRequest:
     Args:
       profile: settings that all launches have.
       vocab_size: that of the target.
+      release: of ``program_memory.bound``.
     """
 
-    def __init__(self, profile: Profile, vocab_size: int):
+    def __init__(self, profile: Profile, vocab_size: int, release: Callable[[str], None]):
         self.profile, self.profiles = profile, Profiles(profile)
         self.is_stale = True  # True if launches need other arrays
-        self._vocab_size = vocab_size
+        self._vocab_size, self._release = vocab_size, release
         self._grammars: tuple[Grammar, ...] = ()  # the grammars on the device
         self._fitted: Members = []  # sequences that ``profile`` was chosen for
 
@@ -93,7 +94,7 @@ class BatchRequest:
         before, self.profile = self.profile, self.profiles.choose(needed, self.profile)
         self._fitted = [*seated]
         if before != self.profile:
-            program_memory.bound()
+            program_memory.bound(self._release)
         self.is_stale |= before.without_scores() != self.profile.without_scores()
 
 

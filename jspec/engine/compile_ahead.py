@@ -2,23 +2,21 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import jax
 
+from jspec.sharding import mesh as mesh_lib
+
 
 class CompileAhead:
-    """Compiles programs in a thread, each once. A program that fails raises when it is called."""
+    """Compiles a program in a thread. One that fails raises when it is called."""
 
     def __init__(self):
-        self._begun: set[Hashable] = set()
         self._thread: threading.Thread | None = None
 
-    def begin(self, program: Hashable, lower: Callable[[], jax.stages.Lowered]) -> None:
-        """Lower ``program`` here, unless that was done before, and compile it in a thread."""
-        if program in self._begun:
-            return
-        self._begun.add(program)
+    def begin(self, lower: Callable[[], jax.stages.Lowered]) -> None:
+        """Lower a program here, and compile it in a thread."""
         try:
             lowered = lower()  # Python, of which one thread runs at a time
         except Exception:
@@ -29,7 +27,7 @@ class CompileAhead:
                 lowered.compile()
 
         self.wait()
-        self._thread = threading.Thread(target=compile, name="jspec-compiler")
+        self._thread = threading.Thread(target=mesh_lib.bound(compile), name="jspec-compiler")
         self._thread.start()
 
     def wait(self) -> None:

@@ -93,7 +93,7 @@ class Engine:
         self.admission = Admission(self.scheduler, self.runner, capacity, is_pinned=is_pinned)
         self.num_passed = 0  # nodes that the target's matmuls ran over, in launches that were read
         self.unread: collections.deque[Dispatched] = collections.deque()  # launches, two at most
-        program_memory.bound()
+        program_memory.bound(self.runner.worker.release)
 
     params = property(lambda self: self.runner.worker.params, updates.replace_params)
     shared = property(lambda self: self.runner.worker.shared, updates.replace_shared)

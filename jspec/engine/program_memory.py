@@ -9,6 +9,7 @@ import ctypes
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,19 +32,27 @@ _sizes: dict[tuple[int, str], int] = {}  # bytes of programs, by object and name
 _lock = threading.Lock()  # guards ``_sizes``
 
 
-def bound() -> None:
+def bound(release: Callable[[str], None]) -> None:
     """Release the programs of the largest steps until the others hold at most ``MOST_BYTES``.
 
-    Engines call it before they compile: when they are made, and when their profile has changed. JAX
-    releases all programs of a function together; those that are still needed compile again.
+    Engines call it before they compile: when they are made, and when their profile has changed.
+    ``release`` is called with the names of these steps; see ``release`` below.
     """
     _watch_compilations()
     sizes = held()
     while sizes.total() > MOST_BYTES:
         ((name, _),) = sizes.most_common(1)
         del sizes[name]
-        _STEP_OF[name].clear_cache()
-        RELEASES[name] += 1
+        release(name)
+
+
+def release(name: str) -> None:
+    """Release all programs of a step, by the name of their modules; JAX releases no single one.
+
+    Those that are still needed compile again.
+    """
+    _STEP_OF[name].clear_cache()
+    RELEASES[name] += 1
 
 
 def held() -> collections.Counter[str]:

@@ -15,14 +15,13 @@ from jspec.engine import faults, slots
 from jspec.engine.batch_request import BatchRequest, Members
 from jspec.engine.block_table import Tables
 from jspec.engine.chunks import Chunk
-from jspec.engine.compile_ahead import CompileAhead
 from jspec.engine.launches import Launch, shapes_of_captured
 from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.scheduler import Prefill
 from jspec.engine.sequence import EngineSequence
-from jspec.engine.speculation import LaunchPlan, SpeculationController
+from jspec.engine.speculation import LaunchPlan, SpeculationController, launch_plans
 from jspec.engine.worker import Worker
 from jspec.grammar.followed import num_words
 
@@ -63,14 +62,14 @@ class Runner:
         self.plan, self.pool = plan, pool
         shapes_of_captured(plan, params, profile.capture_layers)  # raises if the target lacks one
         self.worker = Worker(plan, params, shared=shared, pool=pool)
-        self.request = BatchRequest(profile, plan.target.vocab_size)
+        self.request = BatchRequest(profile, plan.target.vocab_size, self.worker.release)
         self.capacity = capacity  # tokens of a row
         self.prefills: collections.Counter[Chunk] = collections.Counter()  # passes, by size
         self.pinned_length: int | None = None  # K of all launches; None for a choice
         self._speculations: dict[int, SpeculationController] = {}  # by the number of rows
         self._is_alone = True  # whether launches alone ran since the last one
         self._last_end: float | None = None  # end of the last launch, if it was seen
-        self._ahead = CompileAhead()  # compiled launches, by profile and number of rows
+        self._ahead: set[tuple[Profile, int]] = set()  # compiled launches, by number of rows
 
     @property
     def is_lost(self) -> bool:
@@ -139,17 +138,13 @@ class Runner:
     def compile_launch(self, seated: Members, tables: Tables | None) -> None:
         """Compile the first launch of these rows in a thread, while their prompts are prefilled."""
         profiles, sequences = self.request.profiles, [each for each in seated if each is not None]
-        is_alone = self.worker.channel is None  # other processes would not compile meanwhile
-        has_follower = any(each.follower for each in sequences)
-        if profiles.are_compiled_ahead or has_follower or not is_alone:
+        if profiles.are_compiled_ahead or any(each.follower for each in sequences):
             return
         profile = self._profile(seated, follows=False)
-
-        def lower() -> jax.stages.Lowered:
+        if (profile, len(seated)) not in self._ahead:
+            self._ahead.add((profile, len(seated)))
             chosen = self.choose(seated)
-            return self.worker.lower_launch(chosen.plan.length, profile, tables, chosen.budget)
-
-        self._ahead.begin((profile, len(seated)), lower)
+            self.worker.compile_launch(chosen.plan.length, profile, tables, chosen.budget)
 
     def prefill(self, chunk: Prefill, tables: Tables | None) -> Logprobs | None:
         """Prefill chunks of prompts; return their scores, if asked for."""
@@ -185,7 +180,6 @@ class Runner:
         """Dispatch a launch of up to ``rounds`` rounds; it ends as soon as a watched row does."""
         profile = self._profile(seated, follows=False)
         self._clean()
-        self._ahead.wait()
         ran = self.worker.launch(
             chosen.plan.length, profile, rounds, watched, tables, chosen.budget
         )
@@ -284,8 +278,7 @@ class Runner:
 
     def launch_plans(self, width: int) -> list[LaunchPlan]:
         """Return a plan of every program that launches of ``width`` rows may have."""
-        speculation = self._speculation_of(width)
-        return [LaunchPlan(self.plan)] if speculation is None else speculation.launch_plans
+        return launch_plans(self.plan, width)
 
     def _speculation_of(self, width: int) -> SpeculationController | None:
         """Return what chooses K for launches of so many rows; None if the plan has one K."""

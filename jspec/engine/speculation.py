@@ -35,6 +35,11 @@ class LaunchPlan(NamedTuple):
     rounds: int | None = None  # at most; None for any number
 
 
+def launch_plans(plan: Plan, width: int) -> list[LaunchPlan]:
+    """Return a plan of every program that launches of ``width`` rows may have."""
+    return SpeculationController(plan, width).launch_plans if plan.lengths else [LaunchPlan(plan)]
+
+
 class SpeculationController:
     """Chooses the launches of a plan with a choice of K."""
 

@@ -4,6 +4,7 @@ It takes plain data. Of several processes each has a worker, and what the first 
 in all of them, in the same order (``jspec.sharding.channel``).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 from jspec import sharding
 from jspec.core.logprobs import Logprobs, Scoring
 from jspec.core.types import Draft, Params, Request, Shared
-from jspec.engine import slots
+from jspec.engine import program_memory, slots
 from jspec.engine.batch_request import NewRequest
 from jspec.engine.block_table import Tables
 from jspec.engine.budget import Budget
 from jspec.engine.chunks import Arrays
+from jspec.engine.compile_ahead import CompileAhead
 from jspec.engine.launches import Launch
 from jspec.engine.loop import DecodeState, cancel, init_shared, launch, prefill
 from jspec.engine.masked_round import Halfway, draft_alone, verify_alone
@@ -43,6 +45,7 @@ class Worker(Replica):
         self._state: DecodeState | None = None
         self._halfway: Halfway | None = None  # draft between the programs of a round
         self._plans = {plan.length: plan}  # plans of launches, by K
+        self._ahead = CompileAhead()
 
     @property
     def is_lost(self) -> bool:
@@ -174,6 +177,7 @@ class Worker(Replica):
         budget: Budget | None,
     ) -> Launch:
         """Run up to ``rounds`` rounds with K = ``length``; see ``loop.launch``."""
+        self._ahead.wait()
         self.shared, state, ran = launch(
             self._plan_of(length),
             profile,
@@ -189,15 +193,17 @@ class Worker(Replica):
         self._take_back(state)
         return ran
 
-    def lower_launch(
+    @everywhere
+    def compile_launch(
         self,
         length: int | None,
         profile: Profile,
         tables: Tables | None,
         budget: Budget | None,
-    ) -> jax.stages.Lowered:
-        """Lower the program of ``launch``; nothing runs."""
-        return launch.lower(
+    ) -> None:
+        """Compile the program of ``launch`` in a thread; nothing runs."""
+        lower = functools.partial(
+            launch.lower,
             self._plan_of(length),
             profile,
             self.params,
@@ -209,6 +215,12 @@ class Worker(Replica):
             tables,
             budget,
         )
+        self._ahead.begin(lower)
+
+    @everywhere
+    def release(self, step: str) -> None:
+        """Release the programs of a step; see ``program_memory.bound``."""
+        program_memory.release(step)
 
     @everywhere
     def draft(self, length: int | None, tables: Tables | None) -> Draft:

@@ -41,6 +41,14 @@ class _End(NamedTuple):
     at_once: bool = False
 
 
+class _Beside(NamedTuple):
+    """A call that runs in a thread, beside those that follow; its answer is an error, or None."""
+
+    name: str
+    method: str
+    given: tuple[Any, ...]
+
+
 class Replica:
     """An object of which every process has one. It has no ``channel`` but in the first process."""
 
@@ -78,6 +86,7 @@ class Channel:
         self._inboxes = {number: queue.SimpleQueue() for number in self._peers}
         self._ends = threading.Event()  # set once the end of others is no surprise
         self._has_closed = False
+        self._sending = threading.Lock()  # threads may send beside each other
         for number in self._peers:
             name = f"jspec-process-{number}"
             threading.Thread(target=self._listen, args=(number,), name=name, daemon=True).start()
@@ -144,6 +153,29 @@ class Channel:
         """Send a message to all other processes."""
         self._send(message)
 
+    @contextlib.contextmanager
+    def beside(self, replica: Any, method: str, *given: Any) -> Iterator[None]:
+        """A context in which all others call a method in a thread; it ends once all of them have.
+
+        Only one thread at a time may be in such a context.
+
+        Args:
+          replica: of which the others have one, of the same class.
+          method: its name.
+          *given: its arguments, as plain data.
+
+        Raises:
+          RuntimeError: it failed in another process.
+        """
+        self._send(_Beside(type(replica).__name__, method, given))
+        try:
+            yield
+        finally:
+            answers = {number: self._inboxes[number].get() for number in self._peers}
+        for number, error in answers.items():
+            if error is not None:
+                raise RuntimeError(f"process {number} of {self.count}: {error}")
+
     def close(self, code: int | None = None) -> None:
         """End the connections, and the processes that follow; at once if ``code`` is their code.
 
@@ -181,8 +213,7 @@ class Channel:
         """
         by_name = {type(replica).__name__: replica for replica in replicas}
         with _patient():
-            inbox = self._inboxes[0]
-            message = inbox.get()
+            message = self._next(by_name)
             while not isinstance(message, _End):
                 name, method, given, named = message
                 fault = None
@@ -191,15 +222,34 @@ class Channel:
                 except Exception as error:
                     fault = error
                 try:
-                    message = inbox.get(timeout=None if fault is None else _FAULT_SECONDS)
+                    message = self._next(by_name, None if fault is None else _FAULT_SECONDS)
                 except queue.Empty:
                     message = None
                 if (message == _FAILED) != (fault is not None):
                     where = "here" if fault is not None else "in process 0"
                     raise RuntimeError(f"{name}.{method} failed {where} alone.") from fault
                 if message == _FAILED:
-                    message = inbox.get()
+                    message = self._next(by_name)
             return self._code_of(message)
+
+    def _next(self, by_name: Mapping[str, Any], seconds: float | None = None) -> Any:
+        """Return the next message of the first process; begin the calls before it that run beside.
+
+        Raises:
+          queue.Empty: none came in these ``seconds``.
+        """
+        while isinstance(message := self._inboxes[0].get(timeout=seconds), _Beside):
+            given = by_name[message.name], message
+            threading.Thread(target=self._run_beside, args=given, name="jspec-beside").start()
+        return message
+
+    def _run_beside(self, replica: Any, call: _Beside) -> None:
+        error = None
+        try:
+            getattr(replica, call.method)(*call.given)
+        except Exception as fault:
+            error = f"{type(fault).__name__}: {fault}"
+        self._send(error)
 
     def _code_of(self, end: _End) -> int:
         """Return the exit code of the first process; wait for its end if that has the code."""
@@ -216,8 +266,9 @@ class Channel:
 
     def _send(self, message: Any) -> None:
         data = pickle.dumps(message)
-        for connection in self._peers.values():
-            connection.send_bytes(data)
+        with self._sending:
+            for connection in self._peers.values():
+                connection.send_bytes(data)
 
     def _listen(self, number: int) -> None:
         """Receive the messages of a process, and end this one if that ends unexpectedly."""

@@ -1,6 +1,7 @@
 """The mesh of an engine: the devices that a target is split among."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,6 +60,20 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     if mesh is None:
         return contextlib.nullcontext()
     return jax.default_device(mesh.devices[0]) if mesh.size == 1 else jax.set_mesh(mesh)
+
+
+def bound(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return ``function`` for another thread, on the devices that are set in this one.
+
+    JAX finds no program that was compiled in a thread with other devices.
+    """
+    mesh, device = jax.sharding.get_mesh(), jax.config.jax_default_device
+
+    def run() -> Any:
+        with jax.default_device(device) if mesh.empty else jax.set_mesh(mesh):
+            return function()
+
+    return run
 
 
 def moved(tree: Any, mesh: Mesh | None) -> Any:

@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from jspec.engine import pages, programs
+from jspec.engine import compilation, pages, programs
 from jspec.engine.engine import Engine
 from tests.aot import cells
 from tests.aot.cells import Cell, Placing
@@ -53,7 +53,7 @@ def calls(cell: Cell, placing: Placing) -> list[functools.partial]:
     pool.buffers = jax.eval_shape(allocate)  # A pool on a CPU has bits.
     engine = Engine(plan, params, num_slots=cell.batch, capacity=cells.MAX_MODEL_LEN, pool=pool)
     kept: list[functools.partial] = []
-    with mock.patch.object(programs, "_compile", lambda every, _: kept.extend(every)):
+    with mock.patch.object(compilation, "_compile", lambda every, _: kept.extend(every)):
         programs.Programs(engine).compile_basic()
     return kept
 
