@@ -24,7 +24,7 @@ from jspec.engine.functional import Batch, advance, cancel, start
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.verify.nodes import Nodes, take
-from jspec.verify.rejection import chances
+from jspec.verify.siblings import chances
 
 LIKELIEST = 3  # tokens listed for each node
 
