@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from jspec.core import entries
-from jspec.core.quantized import SCHEMES, quantize
+from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Params
 from jspec.core.weights import size_of
 from jspec.drafters import Eagle
@@ -142,6 +142,8 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
+# The blocks of GGUF's Q4_0, too.
+_SCHEMES = SCHEMES | {"q4_0": Scheme("q4_0", "int4", 8.0, (32,))}
 _8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
 
 
@@ -190,7 +192,7 @@ TABLE = (
         {"sampled": True},
         {"kv_cache_dtype": "fp8"} | _XLA,
         {"kv_cache_dtype": "fp8"},
-        *({"quantization": name} for name in ("fp8", "int8", "int4")),
+        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0")),
         {"model": "gemma-27b", "context": 8192},
         _70B,
         *({"tp": tp} for tp in (4, 8)),
@@ -333,7 +335,9 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
-        made = functools.partial(quantize, scheme=SCHEMES[quantization], swapped=kernel is not None)
+        made = functools.partial(
+            quantize, scheme=_SCHEMES[quantization], swapped=kernel is not None
+        )
         narrow = lambda x: for_kernel(made(x), kernel) if x.ndim == 2 else x
         target = target.replace(layers=jax.tree.map(narrow, target.layers))
     if isinstance(plan.drafter, NoDrafter):

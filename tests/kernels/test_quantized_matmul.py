@@ -133,9 +133,9 @@ def unsigned(values, groups=2):
     return Transposed(stored)
 
 
-@pytest.mark.parametrize("values", ["uint4", "uint8"])
-def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values):
-    weight = unsigned(values)
+@pytest.mark.parametrize(("values", "groups"), [("uint4", 2), ("uint8", 2), ("uint4", 4)])
+def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values, groups):
+    weight = unsigned(values, groups)
     made = for_kernel(weight)
     assert isinstance(made.stored, ForKernel)
     assert made.stored.values.dtype.name == values[1:]
