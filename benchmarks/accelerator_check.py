@@ -186,6 +186,12 @@ STEPS = {
         _certificate,
         _QUICK_COMPILE,
     ),
+    "products": _compare(
+        "grouped_matmul quantized_matmul",
+        75,
+        "",
+        tiny="--cases 'Llama-3.1-8B, int4, qkv' 'Llama-3.1-8B, Q4_0, out' --repeats 1",
+    ),
     "verifying": Step(
         _words(
             "-m benchmarks.rounds --fit --nodes 1 2 4 8 16 32 64 --prompt-tokens 8192 --out {out}"
