@@ -88,6 +88,19 @@ def test_texts_of_two_processes_are_those_of_one_device(target):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("gemma3_text", {}), ("qwen3_next", {"linear_num_key_heads": 4})]
+)
+def test_windows_and_recurrent_states_have_the_texts_of_one_device_too(kind, sizes, tmp_path):
+    from tests.families import models, table
+
+    keys = table.CASES[kind][1] | {"vocab_size": llm_fixtures.VOCAB, **sizes}
+    models.made(kind, keys, seed=0).save_pretrained(tmp_path)
+    llm_fixtures.write_tokenizer(tmp_path)
+    check_texts(kind, tmp_path, 4)
+
+
+@pytest.mark.slow
 def test_other_weights_shared_state_scores_and_grammars_of_the_host_reach_both_processes(target):
     one = check_texts("more", target, 8)
     assert one[:4] != one[4:]  # other weights
