@@ -155,6 +155,7 @@ def _cells(device: str, *changes: dict[str, Any]) -> tuple[Cell, ...]:
 _XLA, _PLAIN, _ONE = {"attention": "xla"}, {"nodes": 1}, {"batch": 1}
 _MOE = {"model": "qwen3-30b-a3b"}
 _LONG, _LAID, _70B = {"batch": 32, "context": 8192}, {"layouts": True}, {"model": "llama-70b"}
+_PARTS = {"tp": 4} | _LAID, {"tp": 8, "draft_tp": 8} | _LAID
 TABLE = (
     *_cells(
         "v6e",
@@ -169,12 +170,11 @@ TABLE = (
         *({"quantization": name} for name in ("fp8", "int8", "int4")),
         _LAID,
         _LONG | _LAID,
-        {"tp": 4} | _LAID,
-        {"tp": 8, "draft_tp": 8} | _LAID,
+        *_PARTS,
         _70B | {"tp": 8} | _LAID,
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE, {})),
     ),
-    *_cells("v5e", _XLA, {}),
+    *_cells("v5e", _XLA, {}, *_PARTS),
     *_cells("tpu7x", _XLA | _LAID, {}, _LAID),
     *_cells(
         "h200",

@@ -147,16 +147,21 @@ def test_the_loss_is_that_of_the_rows_as_drafting_computes_them(variant, target,
     np.testing.assert_allclose(loss, by_hand, rtol=2e-5)
 
 
-def test_recomputed_steps_give_the_same_gradients(target, batch):
+def test_recomputed_steps_and_the_loop_of_accelerators_give_the_same_gradients(
+    target, batch, monkeypatch
+):
     config, frozen = head_config(3), Frozen(target)
     params, recipe = loud_head(config, frozen), Recipe(unroll=3)
 
-    def gradients(remat):
+    def gradients(remat, platform):
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
         task = EagleTask(config, TARGET, recipe, compute="float32", remat=remat)
         loss = lambda params: task.loss(params, frozen, batch, jax.random.key(0))[0]
-        return jax.jit(jax.grad(loss))(params)
+        return jax.jit(jax.value_and_grad(loss))(params)
 
-    chex.assert_trees_all_close(gradients(True), gradients(False), rtol=1e-4, atol=1e-6)
+    expected = gradients(False, "cpu")
+    for remat, platform in ((True, "cpu"), (True, "tpu")):
+        chex.assert_trees_all_close(gradients(remat, platform), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch):

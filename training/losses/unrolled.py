@@ -58,6 +58,7 @@ def unroll(
     layers: int,
     through_steps: bool,
     remat: bool,
+    alike: bool = False,
 ) -> list[Array]:
     """Return the outputs [B, T, D] of a network at each step on its own outputs.
 
@@ -68,7 +69,9 @@ def unroll(
     ``run`` maps (step, params, tokens [B, T, D], features, positions, attend) to outputs.
     ``embedded`` [B, T + 1, D] are the tokens of the window, ``features`` are [B, T, D]. ``layers``
     counts those with keys of their own. Without ``through_steps`` no gradient flows from a step
-    into the one before. ``remat`` computes a step again in the backward pass.
+    into the one before. ``remat`` computes a step again in the backward pass. If all steps are
+    ``alike``, ``run`` does not depend on their number. Accelerators then have a loop over those
+    behind the first, because their compilers take long for each step in a row.
     """
     length = features.shape[1]
     segments, positions = batch.segments[:, :length], batch.positions[:, :length]
@@ -84,10 +87,41 @@ def unroll(
         return run(step, params, tokens, features, positions + step, attend), entries
 
     step_of = jax.checkpoint(step_of, static_argnums=0) if remat else step_of
+    cut = (lambda x: x) if through_steps else jax.lax.stop_gradient
     outputs, entries = [], [[] for _ in range(layers)]
-    for step in range(steps):
-        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
-        features, entries = step_of(step, params, tokens, features, entries)
+    rows = jnp.pad(embedded, ((0, 0), (0, steps), (0, 0)))
+    in_loop = alike and steps > 2 and jax.default_backend() != "cpu"
+    for step in range(1 if in_loop else steps):
+        features, entries = step_of(
+            step, params, rows[:, step + 1 :][:, :length], features, entries
+        )
         outputs.append(features)
-        features = features if through_steps else jax.lax.stop_gradient(features)
-    return outputs
+        features = cut(features)
+    if not in_loop:
+        return outputs
+
+    def later_step(carry, step: Array):
+        features, later = carry
+        later = [list(layer) for layer in later]  # keys and values of all steps behind the first
+
+        def attend(layer: int, q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+            later[layer] = jax.tree.map(
+                lambda x, new: x.at[step - 1].set(new), later[layer], [k, v]
+            )
+            return causal(
+                q,
+                *entries[layer][0],
+                segments=segments,
+                window=window,
+                later=list(zip(*later[layer], strict=True)),
+                num_later=step,
+            )
+
+        tokens = jax.lax.dynamic_slice_in_dim(rows, step + 1, length, 1)
+        features = run(step, params, tokens, features, positions + step, attend)
+        return (cut(features), later), features
+
+    later_step = jax.checkpoint(later_step) if remat else later_step
+    empty = [[jnp.zeros((steps - 1, *x.shape), x.dtype) for x in layer[0]] for layer in entries]
+    _, others = jax.lax.scan(later_step, (features, empty), jnp.arange(1, steps))
+    return [*outputs, *others]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jspec.core.types import Array
 from jspec.models.blocks.attend import Attend
 
-QUERY_BLOCK = 128  # queries whose scores exist at a time
+QUERY_BLOCK = 128  # queries whose scores exist at a time, at least
+SCORES = 2**20  # scores of a head that exist at a time on an accelerator
 MASKED = -1e30  # the exponential of this score is 0; finite, so rows without keys give no NaN
 
 
@@ -51,11 +52,13 @@ def causal(
     soft_cap: float | None = None,
     sinks: Array | None = None,
     later: Sequence[tuple[Array, Array]] = (),
+    num_later: Array | None = None,
 ) -> Array:
     """Attend with each query to the keys up to its anchor, and to keys that it alone sees.
 
     Without ``anchors`` query i is anchored at key i, and a block of queries is only compared with
-    the keys up to its end. Blocks are recomputed in the backward pass.
+    the keys up to its end. Blocks are recomputed in the backward pass. A CPU holds a small block in
+    its cache; accelerators have few large ones, because each adds to what is compiled.
 
     Args:
       q: [B, H, Q, D].
@@ -71,6 +74,7 @@ def causal(
       sinks: [H], the score of a key of each head that every query sees and whose value is 0.
       later: keys and values [B, Hkv, Q, D] each, of which query i sees only row i: the later steps
         of an unrolled head (training-time test, arXiv 2503.01840, section 3.2).
+      num_later: int32 [], how many of ``later`` there are; None for all.
 
     Returns:
       [B, H, Q, D].
@@ -84,9 +88,10 @@ def causal(
     else:
         here = None if segments is None else jnp.take_along_axis(segments, anchors, 1)
         every = anchors
+    size = QUERY_BLOCK if _on_cpu() else max(QUERY_BLOCK, SCORES // k.shape[2])
     blocks = []
-    for start in range(0, count, QUERY_BLOCK):
-        end, first, last = min(start + QUERY_BLOCK, count), 0, k.shape[2]
+    for start in range(0, count, size):
+        end, first, last = min(start + size, count), 0, k.shape[2]
         if anchors is None:
             first, last = 0 if window is None else max(start - window + 1, 0), end
         rows = q[..., start:end, :]
@@ -95,7 +100,7 @@ def causal(
         at = every[:, start:end] - first
         blocks.append(_block((ahead, window, soft_cap), rows, keys, values, at, labels))
     mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
-    mixed = _with_later(mixed, q, later) if later else mixed
+    mixed = _with_later(mixed, q, later, num_later) if later else mixed
     mixed = mixed if sinks is None else _with_sinks(mixed, sinks)
     return (mixed.values / mixed.total).reshape(batch, heads, count, width)
 
@@ -147,22 +152,31 @@ def _with_sinks(mixed: _Mixed, sinks: Array) -> _Mixed:
     return _Mixed(before * mixed.values, before * mixed.total + jnp.exp(sinks - top), top)
 
 
-def _with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -> _Mixed:
+def _with_later(
+    mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]], count: Array | None
+) -> _Mixed:
     """Add the keys and values that each query alone sees.
 
-    One query of every group at a time: then the gradient of a key is a plain sum. A sum along an
-    axis of groups takes XLA's CPU backend several times as long.
+    On a CPU it takes one query of every group at a time: then the gradient of a key is a plain sum.
+    A sum along an axis of groups takes XLA's CPU backend several times as long.
     """
-    groups = [_group_with_later(mixed, q, later, group) for group in range(q.shape[2])]
+    if not _on_cpu():
+        later = [(key[:, :, None], value[:, :, None]) for key, value in later]
+        return _beside(mixed, q, later, count)
+    groups = [
+        _beside(_Mixed(*(x[:, :, group] for x in mixed)), q[:, :, group], later, count)
+        for group in range(q.shape[2])
+    ]
     return jax.tree.map(lambda *parts: jnp.stack(parts, 2), *groups)
 
 
-def _group_with_later(
-    mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]], group: int
+def _beside(
+    mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]], count: Array | None
 ) -> _Mixed:
-    """Do the same for one group; the axis G is gone."""
-    mixed, q = jax.tree.map(lambda x: x[:, :, group], (mixed, q))
+    """Do the same for queries whose axes are those of the keys."""
     scores = [(q * key).sum(-1, keepdims=True) for key, _ in later]
+    if count is not None:
+        scores = [jnp.where(step < count, score, MASKED) for step, score in enumerate(scores)]
     top = jax.lax.stop_gradient(ft.reduce(jnp.maximum, scores, mixed.top))
     before = jnp.exp(mixed.top - top)
     values, total = before * mixed.values, before * mixed.total
@@ -170,6 +184,10 @@ def _group_with_later(
         weight = jnp.exp(score - top)
         values, total = values + weight * value, total + weight
     return _Mixed(values, total, top)
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def over_context(

@@ -167,6 +167,7 @@ class EagleTask:
             layers=len(params.layers),
             through_steps=recipe.through_steps,
             remat=self.remat,
+            alike=True,
         )
         rows = unrolled.rows_of(normed, batch, recipe.unroll, recipe.step_decay)
         if totals := totals_in(batch):
