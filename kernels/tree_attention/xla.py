@@ -67,6 +67,11 @@ def _join_cache(so_far: Softmax, rows: Rows, cache: Cache, prefix: Prefix) -> So
     slots = cache[0].shape[2]
     size = block_of(slots, so_far.peak.size)
     if size == slots:
+        # A GPU may copy a cache to pad it. Without queries it would begin before drafting.
+        queries, cache = lax.platform_dependent(
+            (rows.queries, cache), cuda=lax.optimization_barrier, default=lambda arrays: arrays
+        )
+        rows = rows._replace(queries=queries)
         return softmax.join_slots(so_far, rows, cache, prefix, size, jnp.int32(0))
 
     def step(index: Array, so_far: Softmax) -> Softmax:

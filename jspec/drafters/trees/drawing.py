@@ -192,20 +192,25 @@ def chain(
         children = drawing.children(logits, one, jnp.int32(node)[None], node, drafted)
         return drawing.target_ids(children.ids[:, :, 0]), children.distribution
 
-    def step(carry: tuple[Frontier, Array | None, Array], node: int | Array):
-        frontier, drafted, tokens = carry
+    def step(carry: tuple, node: int | Array) -> tuple[tuple, Array]:
+        frontier, drafted, tokens, distributions = carry
         frontier, logits = feed(frontier, tokens, one - 1, node, node - 1)
         if drafted is not None:
             drafted = drafted.at[:, :, node - 1].set(tokens)
         tokens, distribution = draw(logits, node, drafted)
-        return (frontier, drafted, tokens), (tokens, distribution)
+        if distribution is not None:
+            write = lax.dynamic_update_slice_in_dim
+            distributions = write(distributions, distribution, node, 1)
+        return (frontier, drafted, tokens, distributions), tokens
 
     drafted = None
     if drawing.has_processors:
         drafted = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32)
-    first = draw(logits, 0, drafted)
-    carry = frontier, drafted, first[0]
-    (frontier, _, _), (tokens, distributions) = all_depths(step, carry, first, depth, unrolled)
+    first, distributions = draw(logits, 0, drafted)
+    if distributions is not None:
+        distributions = jnp.pad(distributions, ((0, 0), (0, depth - 1), (0, 0)))
+    carry = frontier, drafted, first, distributions
+    (frontier, *_, distributions), tokens = all_depths(step, carry, first, depth, unrolled)
     return chain_draft(drawing, tokens, distributions), frontier
 
 

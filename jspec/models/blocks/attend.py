@@ -68,7 +68,10 @@ def attention_over(
         entry = cache.layers[index]
         if k is not None:
             # Round like the cache, so that logits do not depend on which nodes are committed.
-            entries[index] = entry.holding(k, v)
+            # A GPU would keep the projections in float32 in their place until the commit.
+            entries[index] = lax.platform_dependent(
+                entry.holding(k, v), cuda=lax.optimization_barrier, default=lambda entry: entry
+            )
         new = entries[index]
         visible = tree.ancestors if window is None else trees.within(tree, window)
         seen_from = positions
