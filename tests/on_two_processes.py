@@ -18,6 +18,7 @@ import jspec
 from jspec.api.async_llm import AsyncLLM
 from jspec.models import partition
 from jspec.sharding import TENSOR
+from jspec.util.processes import exit_at_once
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 16}
 NGRAM = {
@@ -113,6 +114,8 @@ def main():
     while case == "runs":
         llm.generate(PROMPTS)
         print("runs", flush=True)
+    if case == "at once":
+        exit_at_once(5)
     for end in ENDS:
         if case == repr(end):
             raise end

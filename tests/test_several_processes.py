@@ -141,6 +141,7 @@ def test_a_process_that_is_killed_ends_the_other_one(target, killed):
     ("end", "code", "last"),
     [
         ("SystemExit(3)", 3, ""),
+        pytest.param("at once", 5, "", marks=pytest.mark.slow),
         pytest.param("SystemExit()", 0, "", marks=pytest.mark.slow),
         pytest.param("SystemExit('nothing')", 1, "nothing", marks=pytest.mark.slow),
         pytest.param("KeyError('fails')", 1, "KeyError: 'fails'", marks=pytest.mark.slow),
