@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jspec import sharding
 from jspec.core.narrow import LIMITS, Narrow, is_narrow
@@ -224,17 +223,17 @@ def numbers(buffer: Array | Narrow) -> Array:
 def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:
     """Write the path's slots of ``fresh`` [B, H, N, D]: one ``dynamic_update_slice`` per row.
 
-    The layout of the values is said. Else XLA for TPU takes that of the gathered nodes for a cache
-    of one row, by slots, and copies the cache for attention.
+    The head's index is spelled out. From windows of all heads, XLA for TPU would lay out a cache of
+    one row by slots, and copy it for attention.
     """
-    fresh = jax.vmap(lambda x, path: x[:, path])(fresh, commit.path).astype(buffer.dtype)
-    fresh = with_layout_constraint(fresh, Layout(tuple(range(fresh.ndim))))
+    heads = jnp.arange(fresh.shape[1])[:, None]
 
     @jax.vmap
-    def write(buffer: Array, fresh: Array, start: Array) -> Array:
+    def write(buffer: Array, fresh: Array, path: Array, start: Array) -> Array:
+        fresh = fresh.at[heads, path].get(mode="promise_in_bounds").astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
 
-    return write(buffer, fresh, commit.start(buffer.shape[2]))
+    return write(buffer, fresh, commit.path, commit.start(buffer.shape[2]))
 
 
 def _write_pages(commit: Commit, pool: Array, fresh: Array, *, is_divided: bool) -> Array:
