@@ -15,8 +15,8 @@ from tests.aot.cells import MODELS, Cell
 from tests.aot.devices import DEVICES
 
 DEPTHS = (2, 4)  # layers that are compiled
-# Parts of split drafters are small: a TPU keeps those of two layers in its fast memory.
-DEEPER = (4, 8)
+# Parts of split drafters are small: a TPU keeps them in its fast memory if the target has few layers.
+DEEPER = {"v5e": (12, 16), "v6e": (4, 8)}
 
 
 def main(text: str) -> None:
@@ -33,7 +33,7 @@ def main(text: str) -> None:
 def figures_of(cell: Cell) -> dict[str, float]:
     """Return the figures of a cell at the full depth of its model."""
     model, kinds = MODELS[cell.model], {}
-    depths = DEEPER if cell.draft_tp > 1 and DEVICES[cell.device].platform == "tpu" else DEPTHS
+    depths = DEEPER.get(cell.device, DEPTHS) if cell.draft_tp > 1 else DEPTHS
     for windowed in (False, True)[: 1 + bool(model.num_windowed)]:
         kinds[windowed] = [compiled(cell, depth, windowed=windowed) for depth in depths]
     layers = {False: model.num_layers - model.num_windowed, True: model.num_windowed}
