@@ -15,7 +15,7 @@ from tests.aot.cells import MODELS, Cell
 from tests.aot.devices import DEVICES
 
 DEPTHS = (2, 4)  # layers that are compiled
-# Parts of split drafters are small: a TPU keeps them in its fast memory if the target has few layers.
+# Below few layers of a target, a TPU keeps the small parts of a split drafter in its fast memory.
 DEEPER = {"v5e": (12, 16), "v6e": (4, 8)}
 
 
