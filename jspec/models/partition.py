@@ -145,15 +145,17 @@ def placements(rules: Mapping[Path, Rule], mesh: Mesh | None) -> Placements | No
 
     An array without a rule is whole on every device. ``mesh`` is None for one device.
     """
-    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
-    has_layouts = layouts.takes(device)
+    alone = SingleDeviceSharding(jax.local_devices()[0])
+    sharding = alone if mesh is None else NamedSharding(mesh, COLUMNS)
+    has_layouts = layouts.takes(sharding)
     if mesh is None and not has_layouts:
         return None
+    (kind,), size = {device.device_kind for device in sharding.device_set}, len(sharding.device_set)
 
     def placement(path: Path) -> Placement:
-        layout = layouts.of(device.device_kind, path) if has_layouts else None
+        layout = layouts.of(kind, path, size) if has_layouts else None
         if mesh is None:
-            return Placement(SingleDeviceSharding(device), layout=layout)
+            return Placement(alone, layout=layout)
         names = tuple(key for key in path if isinstance(key, str))
         spec, order = rules.get(path) or rules.get(names) or Rule()
         return Placement(NamedSharding(mesh, spec), order, layout)

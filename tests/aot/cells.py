@@ -175,7 +175,14 @@ TABLE = (
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE, {})),
     ),
     *_cells("v5e", _XLA, {}, *_PARTS),
-    *_cells("tpu7x", _XLA | _LAID, {}, _LAID),
+    *_cells(
+        "tpu7x",
+        _XLA | _LAID,
+        {},
+        _LAID,
+        *_PARTS,
+        *(_70B | {"tp": tp} | _LAID for tp in (4, 8)),
+    ),
     *_cells(
         "h200",
         _ONE | _PLAIN | _XLA,
@@ -207,7 +214,7 @@ class Placing:
     """Puts abstract arrays on described devices, weights in their layouts if ``layouts``."""
 
     def __init__(self, devices: list, *, layouts: bool):
-        self.mesh = None
+        self.mesh, self._count = None, len(devices)
         self._kind = devices[0].device_kind if layouts else ""
         self._whole = SingleDeviceSharding(devices[0])
         if len(devices) > 1:
@@ -238,7 +245,7 @@ class Placing:
             place, whose = self._whole, rules.get(keys[0], {})
             if keys[1:] in whose:
                 place = NamedSharding(self.mesh, whose[keys[1:]].spec)
-            layout = layouts.of(self._kind, keys) if leaf.ndim == 2 else None
+            layout = layouts.of(self._kind, keys, self._count) if leaf.ndim == 2 else None
             return _on(leaf, place if layout is None else Format(layout, place))
 
         return jax.tree_util.tree_map_with_path(one, params)

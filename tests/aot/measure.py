@@ -6,23 +6,27 @@ are those of the deeper program. It is a process of its own, because a compiler 
 """
 
 import json
+import os
 import sys
 import time
 
 from jspec.engine.pages import PAGE_SIZE
+from jspec.models.layouts import SMALL_TILES
 from tests.aot import cells, figures, traffic
 from tests.aot.cells import MODELS, Cell
 from tests.aot.devices import DEVICES
 
 DEPTHS = (2, 4)  # layers that are compiled
 # Below few layers of a target, a TPU keeps the small parts of a split drafter in its fast memory.
-DEEPER = {"v5e": (12, 16), "v6e": (4, 8)}
+DEEPER = {"v5e": (12, 16), "v6e": (4, 8), "tpu7x": (12, 16)}
 
 
 def main(text: str) -> None:
     """Print ``{"program": ..., "figures": ... | "error": ...}``, and a line for each depth."""
     cell = Cell(**json.loads(text))
     line = {"program": cell.name}
+    if cell.device == "tpu7x" and cell.tp > 1:  # an option of docs/tpu_and_gpu.md
+        os.environ["LIBTPU_INIT_ARGS"] = SMALL_TILES
     try:
         line["figures"] = figures_of(cell)
     except Exception as error:  # any error of a compiler is a result

@@ -1,15 +1,18 @@
 """Weights in the layouts that a device reads, with a table for the CPU that real ones lack."""
 
 import logging
+import types
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.layout import Layout
+from jax.sharding import AxisType
 
 import jspec
 from jspec.checkpoints import loading
 from jspec.models import layouts, partition
+from jspec.sharding import TENSOR
 from tests import llm_fixtures
 
 COLUMNS = Layout((1, 0))
@@ -66,12 +69,34 @@ def test_float32_weights_keep_the_default_layout(target, table):
     np.testing.assert_array_equal(params.embedding, loading.load(target).params.embedding)
 
 
-def test_a_device_that_refuses_a_layout_keeps_its_own_with_one_line(table, caplog):
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_a_device_that_refuses_a_layout_keeps_its_own_with_one_line(has_mesh, table, caplog):
     table["qkv"] = Layout((0, 1, 2))
+    mesh = jax.make_mesh((1,), (TENSOR,), (AxisType.Auto,)) if has_mesh else None
     with caplog.at_level(logging.WARNING, logger="jspec"):
-        assert [partition.placements({}, None) for _ in range(2)] == [None, None]
+        for _ in range(2):
+            placement = partition.placements({}, mesh)
+            assert (placement(("qkv",)).layout if has_mesh else placement) is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("cpu takes no layouts, so launches copy weights: ")
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_several_7x_take_no_tiles_of_sixteen_rows(num_devices):
+    """XLA makes tiles of 8 of them when it divides a program, and JAX raises then."""
+    found = layouts.of("TPU7x", ("layers", 0, "mixer", "qkv"), num_devices)
+    assert found.tiling[0] == (16 if num_devices == 1 else 8, 128)
+    assert (layouts.of("TPU7x", ("head",), num_devices) is None) == (num_devices > 1)
+
+
+def test_several_7x_name_the_option_against_copies_once(monkeypatch, caplog):
+    device = types.SimpleNamespace(device_kind="TPU7x")
+    sharding = type("Sharding", (), {"device_set": (device,) * 4})()
+    monkeypatch.setattr(layouts, "LAYOUTS", {})
+    with caplog.at_level(logging.WARNING, logger="jspec"):
+        assert [layouts.takes(sharding) for _ in range(2)] == [False, False]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"LIBTPU_INIT_ARGS={layouts.SMALL_TILES}" in line
 
 
 def test_devices_without_a_row_load_as_before():
