@@ -4,7 +4,6 @@ It takes plain data. Of several processes each has a worker, and what the first 
 in all of them, in the same order (``jspec.sharding.channel``).
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -202,19 +201,21 @@ class Worker(Replica):
         budget: Budget | None,
     ) -> None:
         """Compile the program of ``launch`` in a thread; nothing runs."""
-        lower = functools.partial(
-            launch.lower,
-            self._plan_of(length),
-            profile,
-            self.params,
-            self.request,
-            self.shared,
-            self._lent(),
-            np.int32(0),
-            np.zeros(self.width, bool),
-            tables,
-            budget,
-        )
+
+        def lower() -> jax.stages.Lowered:
+            return launch.lower(
+                self._plan_of(length),
+                profile,
+                self.params,
+                self.request,
+                self.shared,
+                self._lent(),
+                np.int32(0),
+                np.zeros(self.width, bool),
+                tables,
+                budget,
+            )
+
         self._ahead.begin(lower)
 
     @everywhere
