@@ -223,10 +223,12 @@ def numbers(buffer: Array | Narrow) -> Array:
 def _write_slots(commit: Commit, buffer: Array, fresh: Array) -> Array:
     """Write the path's slots of ``fresh`` [B, H, N, D]: one ``dynamic_update_slice`` per row.
 
-    The head's index is spelled out. From windows of all heads, XLA for TPU would lay out a cache of
-    one row by slots, and copy it for attention.
+    If devices have a row each, the head's index is spelled out. From windows of all heads, XLA for
+    TPU would lay out a cache of one row by slots, and copy it for attention. With more rows windows
+    leave more in fast memory.
     """
-    heads = jnp.arange(fresh.shape[1])[:, None]
+    is_one_each = sharding.num_row_shards(fresh) == fresh.shape[0] > 1
+    heads = jnp.arange(fresh.shape[1])[:, None] if is_one_each else slice(None)
 
     @jax.vmap
     def write(buffer: Array, fresh: Array, path: Array, start: Array) -> Array:

@@ -6,6 +6,7 @@ places of the weights. Between programs, caches of split models are split by hea
 every device: a program that returned another split would be compiled again.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +26,13 @@ def num_shards() -> int:
     return mesh.shape[TENSOR] if TENSOR in mesh.axis_names else 1
 
 
-def may_divide_rows(x: Any) -> bool:
-    """Return True if a value of a program is on a caller's mesh, which may divide its rows.
+def num_row_shards(x: Any) -> int:
+    """Return among how many devices a caller's mesh may divide the rows of a program's value.
 
-    Whether any row does something is then a reduction over devices.
+    If they are several, whether any row does something is a reduction over devices.
     """
     sizes = jax.typeof(x).sharding.mesh.shape
-    return any(size > 1 for axis, size in sizes.items() if axis != TENSOR)
+    return math.prod(size for axis, size in sizes.items() if axis != TENSOR)
 
 
 def whole(tree: Any) -> Any:

@@ -63,7 +63,7 @@ def follow(draw: Callable[[Array], Array], draft: Draft, tree: Tree) -> tuple[Ar
     root = jnp.zeros(draft.tokens.shape[:1], jnp.int32)
     here = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
     start = here, root, root, jnp.ones(root.shape, bool)
-    if sharding.may_divide_rows(draft.tokens):
+    if sharding.num_row_shards(draft.tokens) > 1:
         last = lax.fori_loop(0, tree.max_depth + 1, lambda _, carry: descend(carry), start)
     else:
         last = lax.while_loop(lambda carry: carry[-1].any(), descend, start)
