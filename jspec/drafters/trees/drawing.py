@@ -208,7 +208,7 @@ def chain(
         drafted = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32)
     first, distributions = draw(logits, 0, drafted)
     if distributions is not None:
-        distributions = jnp.pad(distributions, ((0, 0), (0, depth - 1), (0, 0)))
+        distributions = jnp.repeat(distributions, depth, 1)  # later rows are written over
     carry = frontier, drafted, first, distributions
     (frontier, *_, distributions), tokens = all_depths(step, carry, first, depth, unrolled)
     return chain_draft(drawing, tokens, distributions), frontier
