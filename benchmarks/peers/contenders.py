@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints import checkpoint, gguf_blocks, gguf_files, loading
+from jspec.checkpoints import checkpoint, gguf_files, loading
 from jspec.checkpoints.loading import LoadedModel
+from jspec.checkpoints.quantised.format import GGUF
 from jspec.tools.bench import peer, peer_transformers
 from jspec.tools.bench.contenders import PLAIN, Case
 from jspec.tools.bench.names import names_of, portable, with_weights
@@ -256,8 +257,8 @@ class Peers:
     def _counterpart(self, name: str, config: Mapping[str, Any] | None) -> str:
         configs, forms = self._settings.configs, self._settings.quantizations
         method = PLAIN if config is None else names_of(configs)[configs.index(config)]
-        reads_blocks = name == "llamacpp" and gguf_blocks.METHOD in forms
-        return with_weights(method, gguf_blocks.METHOD if reads_blocks else None)
+        reads_blocks = name == "llamacpp" and GGUF in forms
+        return with_weights(method, GGUF if reads_blocks else None)
 
 
 def export(model: LoadedModel, folder: Path) -> None:

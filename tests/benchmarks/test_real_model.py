@@ -11,6 +11,8 @@ import jspec
 from benchmarks import real_model
 from benchmarks.peers.contenders import KINDS, Kind, Peers, Start
 from jspec.checkpoints import loading
+from jspec.tools.bench.contenders import PLAIN
+from jspec.tools.bench.questions import Request
 from jspec.tools.bench.settings import Settings
 from tests.benchmarks import peer_that_answers
 
@@ -104,6 +106,22 @@ def test_peers_get_the_weights_in_the_layout_of_hugging_face(monkeypatch):
             assert loading.load(folder).params.embedding.dtype == "bfloat16"
     assert name == "vllm, draft model" and start.config == DRAFT | {"model": str(start.draft)}
     assert "no such package" in run.reason and not start.target.exists()
+
+
+@pytest.mark.parametrize(("forms", "counterpart"), [((), PLAIN), (("gguf",), f"gguf, {PLAIN}")])
+def test_llama_cpp_is_compared_with_the_weights_that_it_reads(monkeypatch, forms, counterpart):
+    fake = Kind(
+        Path(peer_that_answers.__file__),
+        {"plain": None},
+        lambda start: ["plain", str(start.threads)],
+    )
+    monkeypatch.setitem(KINDS, "llamacpp", fake)
+    target = loading.load(DEMO / "target", "float32")
+    settings = Settings((), max_tokens=TOKENS, quantizations=forms)
+    asked = {"qa": [Request("qa", (1, 2, 3))]}
+    with Peers({"llamacpp": sys.executable}, [1], settings, target, {}) as peers:
+        [(name, run)] = peers(settings.cases[0], asked)
+        assert (name, run.counterpart) == ("llamacpp", counterpart)
 
 
 def test_suffix_decoding_of_vllm_knows_no_answers_of_earlier_turns():
