@@ -117,7 +117,7 @@ def test_llama_cpp_is_compared_with_the_weights_that_it_reads(monkeypatch, forms
     )
     monkeypatch.setitem(KINDS, "llamacpp", fake)
     target = loading.load(DEMO / "target", "float32")
-    settings = Settings((), max_tokens=TOKENS, quantizations=forms)
+    settings = Settings((DRAFT,), max_tokens=TOKENS, quantizations=forms)
     asked = {"qa": [Request("qa", (1, 2, 3))]}
     with Peers({"llamacpp": sys.executable}, [1], settings, target, {}) as peers:
         [(name, run)] = peers(settings.cases[0], asked)
