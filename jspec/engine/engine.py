@@ -41,6 +41,7 @@ from jspec.engine.sequences import (
     check_priority,
     check_sizes,
 )
+from jspec.engine.speculation import launch_plans
 
 
 class Engine:
@@ -181,7 +182,7 @@ class Engine:
         """Compile what ``sequences`` need: ``run`` them with every length of the drafts."""
         runner, sequences = self.runner, list(sequences)
         try:
-            for chosen in runner.launch_plans(self.num_slots):
+            for chosen in launch_plans(runner.plan, self.num_slots):
                 runner.pinned_length = chosen.plan.max_depth
                 self.run(sequences, **options)
         finally:

@@ -21,7 +21,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.scheduler import Prefill
 from jspec.engine.sequence import EngineSequence
-from jspec.engine.speculation import LaunchPlan, SpeculationController, launch_plans
+from jspec.engine.speculation import LaunchPlan, SpeculationController
 from jspec.engine.worker import Worker
 from jspec.grammar.followed import num_words
 
@@ -275,10 +275,6 @@ class Runner:
     def ends_with_any_row(self) -> bool:
         """True if the number of unfinished rows decides about K, so that a launch ends with any."""
         return bool(self.plan.batch_sizes)
-
-    def launch_plans(self, width: int) -> list[LaunchPlan]:
-        """Return a plan of every program that launches of ``width`` rows may have."""
-        return launch_plans(self.plan, width)
 
     def _speculation_of(self, width: int) -> SpeculationController | None:
         """Return what chooses K for launches of so many rows; None if the plan has one K."""

@@ -15,6 +15,7 @@ from jspec.engine.pages import Pool
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.engine.programs import Programs
+from jspec.engine.speculation import launch_plans
 from jspec.grammar import automata, followed
 from tests import tiny
 from tests.plain_processors import Spelling
@@ -75,7 +76,7 @@ def test_what_is_compiled_ahead_serves_prompts_of_all_lengths(name, has_pages, c
     rows = sequences(temperature=0.7, top_p=0.9, presence_penalty=0.2)
     programs = Programs(engine)
     programs.compile_basic(lambda *each: progress.append(each))
-    num_launches = 2 * len(engine.runner.launch_plans(engine.num_slots))  # greedy and numeric
+    num_launches = 2 * len(launch_plans(engine.plan, engine.num_slots))  # greedy and numeric
     assert compiled() == ["launch"] * num_launches + ["prefill"] * 3
     assert progress[-1] == (num_launches + 3 + 6,) * 2  # and writes of requests
     programs.compile(rows[1:2])
