@@ -27,17 +27,19 @@ def grouped_matmul(settings: argparse.Namespace) -> Iterator[Contest]:
 
 def _experts_contest(name: str) -> Contest:
     case = EXPERTS[name]
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 4)
     chosen = jax.random.randint(keys[0], (case.rows,), 0, case.experts)
     sizes = jnp.bincount(chosen, length=case.experts).astype(jnp.int32)
-    shape = (case.experts, case.depth, case.columns)
+    x, weights, _, *scales = case.arrays()
     arrays = dict(
-        x=jax.random.normal(keys[1], (case.rows, case.depth), jnp.bfloat16),
-        weights=jax.random.normal(keys[2], shape, jnp.bfloat16),
+        x=_drawn(keys[1], x),
+        weights=_drawn(keys[2], weights),
+        scales=_drawn(keys[3], *scales) if scales else None,
         sizes=sizes,
         nudge=jnp.zeros((), jnp.bfloat16),
     )
-    moved = int((sizes > 0).sum()) * 2 * case.depth * case.columns
+    stored = sum(each.size * bits_of(each.dtype) // 8 for each in (weights, *scales))
+    moved = int((sizes > 0).sum()) * stored // case.experts
     moved += case.rows * (2 * case.depth + 4 * case.columns)
     names = [XLA, *_on_gpus()]
     contenders = {each: functools.partial(_multiply, each, **arrays) for each in names}
@@ -45,7 +47,7 @@ def _experts_contest(name: str) -> Contest:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _multiply(implementation, *, x, weights, sizes, nudge):
+def _multiply(implementation, *, x, weights, scales, sizes, nudge):
     """Run ``STEPS`` products, each of which depends on the one before.
 
     ``nudge`` is 0. It makes each call depend on the one before, with the same rows.
@@ -53,9 +55,9 @@ def _multiply(implementation, *, x, weights, sizes, nudge):
 
     def step(_, out):
         moved = x + nudge * out[:, :1].astype(x.dtype)
-        return ops.grouped_matmul(moved, weights, sizes, implementation=implementation)
+        return ops.grouped_matmul(moved, weights, sizes, scales, implementation=implementation)
 
-    out = jnp.zeros((len(x), weights.shape[2]), jnp.float32)
+    out = jnp.zeros((len(x), weights.shape[2 if scales is None else 1]), jnp.float32)
     return jax.lax.fori_loop(0, STEPS, step, out)
 
 
@@ -97,6 +99,8 @@ def _drawn(key: jax.Array, shape: jax.ShapeDtypeStruct | None) -> jax.Array | No
         return None
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return jax.random.randint(key, shape.shape, -8, 8, jnp.int8).astype(shape.dtype)
+    if shape.dtype == jnp.float8_e8m0fnu:
+        return (2.0 ** jax.random.randint(key, shape.shape, -8, 0)).astype(shape.dtype)
     return jax.random.normal(key, shape.shape, jnp.bfloat16).astype(shape.dtype)
 
 

@@ -126,18 +126,25 @@ def backends_for(operation: str, name: str | None, *arrays: Array | None) -> lis
 
 
 def grouped_matmul(
-    x: Array, weights: Array, sizes: Array, *, implementation: str | None = None
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    scales: Array | None = None,
+    zeros: Array | None = None,
+    *,
+    implementation: str | None = None,
 ) -> Array:
     """Return the product of each row with the matrix of its group; see the reference.
 
-    XLA splits no kernel among devices: run this where each device has its own ``weights``.
+    With ``scales``, matrices are quantised. XLA splits no kernel among devices: run this where each
+    device has its own ``weights``.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support these matrices.
     """
-    chosen = backends_for("grouped_matmul", implementation, x, weights, sizes)
+    chosen = backends_for("grouped_matmul", implementation, x, weights, sizes, scales, zeros)
     forms = {each.platform: each.load("grouped_matmul").grouped_matmul for each in chosen}
-    return _by_platform(forms)(x, weights, sizes)
+    return _by_platform(forms)(x, weights, sizes, scales, zeros)
 
 
 def quantized_matmul(

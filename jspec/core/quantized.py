@@ -11,6 +11,7 @@ in the CPU's caches, are widened one after the other.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax import lax
 
 from jspec import sharding
 from jspec.core.types import Array
-from jspec.core.weights import Transposed, Weight, columns_from
+from jspec.core.weights import Transposed, Weight, as_array, columns_from
 
 _BLOCK = 1 << 17  # numbers of a block on a CPU
 KERNEL_ROWS = 128  # Kernels take no more rows: for many, a matrix that is multiplied out is faster.
@@ -109,6 +110,11 @@ class Quantized(Weight):
             out = self._to_groups(rows)
             out = out if self.order is None else out[:, jnp.argsort(self.order)]
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def grouped(self, x: Array, sizes: Array, multiply: Callable[..., Array]) -> Array:
+        """See ``grouped``; the stack has the outputs of matrices on the axis without groups."""
+        array = self.array()
+        return multiply(x, array if self.axis == -2 else array.swapaxes(-1, -2), sizes)
 
     def look_up(self, ids: Array) -> Array:
         """See ``look_up``; only the rows that are looked up are multiplied out."""
@@ -216,6 +222,18 @@ class Joined(Weight):
         cuts = np.cumsum([part.shape[self.axis] for part in self.parts])[:-1]
         pairs = zip(self.parts, jnp.split(x, cuts, -1), strict=True)
         return sum(part.linear(each, transposed=transposed) for part, each in pairs)
+
+
+def grouped(x: Array, stack: Array | Weight, sizes: Array, multiply: Callable[..., Array]) -> Array:
+    """Return the product of each row with the matrix [I, O] of its group, of a stack of any kind.
+
+    ``multiply`` is ``ops.grouped_matmul``; see there. XLA multiplies quantised stacks out.
+    """
+    is_swapped = isinstance(stack, Transposed)
+    stored = stack.stored if is_swapped else stack
+    if isinstance(stored, Quantized) and stored.axis == (-1 if is_swapped else -2):
+        return stored.grouped(x, sizes, multiply)
+    return multiply(x, as_array(stack), sizes)
 
 
 def _einsum(equation: str, x: Array, w: Array) -> Array:

@@ -1,5 +1,6 @@
-"""Quantised weights in the form that a kernel of ``ops.quantized_matmul`` reads."""
+"""Quantised weights in the form that kernels read: ``ops.quantized_matmul``, ``grouped_matmul``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from jspec.core.weights import Transposed, Weight, bits_of
 class ForKernel(Quantized):
     """A quantised matrix [O, I] of bfloat16 numbers, without minima and outer factors.
 
+    Or a stack of them, [E, O, I].
+
     Attributes:
-      implementation: of ``ops.quantized_matmul``; None for the device's default.
+      implementation: of ``ops.quantized_matmul`` or ``ops.grouped_matmul``; None for the device's
+        default.
     """
 
     implementation: str | None = struct.field(pytree_node=False, default=None)
@@ -30,6 +34,13 @@ class ForKernel(Quantized):
         return ops.quantized_matmul(
             rows, self.values, self.scales.inner, self.zeros, implementation=name
         )
+
+    def grouped(self, x: Array, sizes: Array, multiply: Callable[..., Array]) -> Array:
+        """See ``Quantized``; XLA takes stacks that devices divide."""
+        if sharding.num_shards() > 1:
+            return super().grouped(x, sizes, multiply)
+        named = {"implementation": self.implementation} if self.implementation else {}
+        return multiply(x, self.values, sizes, self.scales.inner, self.zeros, **named)
 
     def swapped(self) -> Quantized:
         """Return the transpose of the matrix, which no kernel takes."""
@@ -49,15 +60,23 @@ def for_kernel(weight: Weight, implementation: str | None = None) -> Weight:
     stored = weight.stored if isinstance(weight, Transposed) else None
     if type(stored) is not Quantized or stored.axis != -1 or stored.name != "bfloat16":
         return weight
-    if stored.code or len(stored.shape) > 2 or not (stored.minima is stored.scales.outer is None):
+    if stored.code or not (stored.minima is stored.scales.outer is None):
         return weight
-    signed = _signed(stored)
-    row = jax.ShapeDtypeStruct((1, stored.shape[1]), jnp.bfloat16)
-    if not ops.has_kernel(
-        "quantized_matmul", implementation, row, signed.values, signed.scales.inner, signed.zeros
-    ):
-        return weight
-    return Transposed(ForKernel(**_fields(signed), implementation=implementation))
+    made = ForKernel(**_fields(_signed(stored)), implementation=implementation)
+    return Transposed(made) if _has_kernel(made) else weight
+
+
+def _has_kernel(weight: ForKernel) -> bool:
+    *stack, _, inputs = weight.shape
+    x, scales = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16), weight.scales.inner
+    if not stack:
+        return ops.has_kernel(
+            "quantized_matmul", weight.implementation, x, weight.values, scales, weight.zeros
+        )
+    sizes = jax.ShapeDtypeStruct(tuple(stack), jnp.int32)
+    return weight.order is None and ops.has_kernel(
+        "grouped_matmul", weight.implementation, x, weight.values, sizes, scales, weight.zeros
+    )
 
 
 def by_xla(params: Any) -> Any:

@@ -7,7 +7,6 @@ of its group, and not at all without rows: in decoding, memory is read at the sp
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec.kernels import hopper_quantized
+from jspec.kernels.grouped_matmul import quantised_gpu
+from jspec.kernels.grouped_matmul.items import items_of, write
 from jspec.kernels.hopper import smem, wrong_device
 
 Array = jax.Array
@@ -40,40 +42,29 @@ def choose_blocks(depth: int, columns: int) -> Blocks:
     )
 
 
-def refusal(x: Array, weights: Array, sizes: Array) -> str | None:
+def refusal(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    scales: Array | None = None,
+    zeros: Array | None = None,
+) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
-    del x, sizes
+    del x, sizes, zeros
+    reason = _refusal(weights) if scales is None else hopper_quantized.refusal(weights, scales)
+    if reason is None and jax.default_backend() == "gpu":
+        return wrong_device(jax.devices()[0])
+    return reason
+
+
+def _refusal(weights: Array) -> str | None:
     _, depth, columns = weights.shape
     if weights.dtype != jnp.bfloat16:
         return f"takes matrices in bfloat16, not {weights.dtype}; convert them"
     if depth % DEPTH_MULTIPLE or columns % COLUMN_MULTIPLE:
         multiples = f"a multiple of {DEPTH_MULTIPLE} rows and of {COLUMN_MULTIPLE} columns"
         return f"takes matrices of {multiples}, not {depth} x {columns}; pad them"
-    if jax.default_backend() == "gpu":
-        return wrong_device(jax.devices()[0])
     return None
-
-
-class Items(NamedTuple):
-    """The work: up to 64 rows of one group each, int32 [I]; those behind the last have no rows."""
-
-    group: Array
-    begin: Array
-    count: Array  # rows
-
-
-def items_of(sizes: Array, rows: int) -> Items:
-    """Return the work of groups with ``sizes`` [E], ``rows`` together at most."""
-    groups = len(sizes)
-    tiles = -(-sizes // TILE_ROWS)
-    item = jnp.arange(min(groups, rows) + rows // TILE_ROWS, dtype=jnp.int32)
-    last_tile, ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
-    group = jnp.minimum((last_tile <= item[:, None]).sum(1), groups - 1)
-    nth = item - (last_tile - tiles)[group]
-    begin = nth * TILE_ROWS
-    count = jnp.clip(sizes[group] - begin, 0, TILE_ROWS)
-    integers = (group, (ends - sizes)[group] + begin, jnp.where(nth < tiles[group], count, 0))
-    return Items(*(x.astype(jnp.int32) for x in integers))
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -82,17 +73,23 @@ def grouped_matmul(
     x: Array,
     weights: Array,
     sizes: Array,
+    scales: Array | None = None,
+    zeros: Array | None = None,
     *,
-    blocks: Blocks | None = None,
+    blocks: Blocks | hopper_quantized.Blocks | None = None,
     interpret: object = None,
 ) -> Array:
     """Multiply as the reference does.
 
     ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
     """
+    if scales is not None:
+        return quantised_gpu.grouped_matmul(
+            x, weights, sizes, scales, zeros, blocks=blocks, interpret=interpret
+        )
     rows, (_, depth, columns) = len(x), weights.shape
     blocks = blocks or choose_blocks(depth, columns)
-    items = items_of(sizes, rows)
+    items = items_of(sizes, rows, TILE_ROWS)
     x = jnp.pad(x.astype(weights.dtype), ((0, TILE_ROWS), (0, 0)))
     options = {} if interpret is None else {"interpret": interpret}
     swizzle = min(blocks.depth * weights.dtype.itemsize, 128)
@@ -149,12 +146,4 @@ def _kernel(group, begin, count, x, weights, out, x_s, weights_s, out_s, *ready,
             fetch(jnp.int32(step))
         out_s[...] = pl.run_scoped(product, plgpu.ACC((TILE_ROWS, blocks.columns), jnp.float32))
         plgpu.commit_smem()
-        for power in range(TILE_ROWS.bit_length()):  # copies have a static number of rows
-
-            @pl.when(rows & (1 << power) != 0)
-            def _(size=1 << power):
-                done = rows & -(2 * size)
-                written = out.at[pl.ds(first + done, size), columns]
-                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(done, size)], written)
-
-        plgpu.wait_smem_to_gmem(0)
+        write(out_s, out, first, rows, columns)

@@ -1,18 +1,29 @@
 """The grouped matrix product of XLA.
 
 It is one instruction on TPUs, which reads the matrices of groups with rows. On GPUs XLA multiplies
-every row with every matrix, and masks the rest.
+every row with every matrix, and masks the rest. Quantised matrices are multiplied out first.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.core.quantized import Factors, Quantized
+
 Array = jax.Array
 
 
-def grouped_matmul(x: Array, weights: Array, sizes: Array) -> Array:
+def grouped_matmul(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    scales: Array | None = None,
+    zeros: Array | None = None,
+) -> Array:
     """See the reference."""
+    if scales is not None:
+        stack = Quantized(weights, Factors(scales), zeros, axis=-1, name="bfloat16")
+        weights = stack.array().swapaxes(-1, -2)
     return lax.ragged_dot(
         x.astype(weights.dtype),
         weights,

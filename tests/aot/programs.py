@@ -146,9 +146,10 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
-        for name in EXPERTS:
+        for name, case in EXPERTS.items():
             program = functools.partial(grouped_matmul, name, EXPERT_KERNELS[platform])
-            programs_by_name[f"grouped_matmul, {name}"] = Program(program)
+            if platform == "cuda" or not case.groups:
+                programs_by_name[f"grouped_matmul, {name}"] = Program(program)
         for name in MATRICES if platform == "cuda" else ():
             program = functools.partial(quantized_matmul, name, kernel)
             programs_by_name[f"quantized_matmul, {name}"] = Program(program)
@@ -231,12 +232,9 @@ def attention(
 
 def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:
     """Trace a case of the kernel tests."""
-    case, shape = EXPERTS[name], jax.ShapeDtypeStruct
-    x = shape((case.rows, case.depth), jnp.bfloat16)
-    weights = shape((case.experts, case.depth, case.columns), jnp.bfloat16)
-    sizes = shape((case.experts,), jnp.int32)
+    arrays = EXPERTS[name].arrays()
     multiply = functools.partial(ops.grouped_matmul, implementation=implementation)
-    return jax.jit(multiply).trace(*put((x, weights, sizes), weights=True))
+    return jax.jit(multiply).trace(*put(arrays, weights=True))
 
 
 def quantized_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:

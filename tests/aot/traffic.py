@@ -16,7 +16,8 @@ from typing import NamedTuple
 from tests.aot.figures import COLLECTIVES, Instruction, instructions
 
 _BYTES = dict(
-    {"pred": 1, "token": 0, "s4": 0.5, "u4": 0.5, "f8e4m3fn": 1, "f8e5m2": 1},
+    {"pred": 1, "token": 0, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5},
+    **{f"f8{kind}": 1 for kind in ("e4m3fn", "e5m2", "e8m0fnu")},
     **{f"{kind}{8 * size}": size for kind in "su" for size in (1, 2, 4, 8)},
     **{"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8},
 )

@@ -147,13 +147,14 @@ def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values, groups):
 def test_weights_that_no_kernel_takes_stay_as_they_are(hopper, monkeypatch):
     matrix = jnp.ones((128, 64), jnp.bfloat16)
     for scheme in SCHEMES.values():
-        assert isinstance(for_kernel(quantize(matrix, scheme, swapped=True)).stored, ForKernel)
+        for each in (matrix, matrix[None]):
+            assert isinstance(for_kernel(quantize(each, scheme, swapped=True)).stored, ForKernel)
         others = [
             matrix,
             quantize(matrix, scheme),
             quantize(matrix.astype(jnp.float32), scheme, swapped=True),
-            quantize(matrix[None], scheme, swapped=True),
             quantize(matrix[:, :40], scheme, swapped=True),
+            quantize(matrix[None, :, :40], scheme, swapped=True),
         ]
         assert all(for_kernel(other) is other for other in others)
     one = quantize(matrix, SCHEMES["int8"], swapped=True)
@@ -168,11 +169,10 @@ def test_matrices_that_are_quantised_on_hopper_are_for_the_kernel(hopper):
     entry = SimpleNamespace(transpose=True, float32=False, path=("layers", 0, "mixer", "qkv"))
     matrix = jax.random.normal(jax.random.key(0), (128, 64)).astype(jnp.bfloat16)
     for name, scheme in SCHEMES.items():
-        made = on_the_fly.quantised(entry, matrix, scheme)
-        assert isinstance(made.stored, ForKernel), name
-        np.testing.assert_array_equal(made.array(), quantize(matrix, scheme).array())
-        stack = on_the_fly.quantised(entry, matrix[None], scheme)
-        assert type(stack) is Quantized
+        for each in (matrix, matrix[None]):
+            made = on_the_fly.quantised(entry, each, scheme)
+            assert isinstance(made.stored, ForKernel), name
+            np.testing.assert_array_equal(made.array(), quantize(each, scheme).array())
 
 
 @pytest.mark.parametrize("rows", [3, 200])

@@ -78,7 +78,7 @@ def quantised(
     if scheme is None or not takes(entry):
         return weight
     here, whole = jax.default_backend(), as_array(weight)
-    swapped = placement is None and (here == "cpu" or (here == "gpu" and whole.ndim == 2))
+    swapped = placement is None and here in ("cpu", "gpu")
     made = for_kernel(quantize(whole, scheme, swapped=swapped, packed=here == "cpu"))
     if placement is not None:
         rank = len(made.shape)

@@ -71,7 +71,7 @@ def _made(
     first = tensors[entry.names[0]]
     here = jax.default_backend() if placement is None else None
     on_cpu = here == "cpu"
-    swapped = entry.transpose and (on_cpu or (here == "gpu" and not entry.stack))
+    swapped = entry.transpose and here in ("cpu", "gpu")
     laid = dataclasses.replace(entry, transpose=entry.transpose and not swapped)
     axis = -2 if laid.transpose else -1
     groups = first.arrays["scales"].shape[-1]

@@ -13,7 +13,8 @@ pairs. The implementations avoid reading unselected experts and copying weights 
     expert in place, so an expert is read once per block and unselected experts never.
   * Elsewhere ``ops.grouped_matmul`` over tokens sorted by expert: one instruction on TPUs, and a
     kernel on GPUs (kernels/grouped_matmul), because XLA multiplies every token with every expert
-    there. A loop would cost a GPU more, because each iteration waits for the host.
+    there. A loop would cost a GPU more, because each iteration waits for the host. The kernel takes
+    quantised experts as they are stored; XLA multiplies them out.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jspec import ops, sharding
+from jspec.core import quantized
 from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array, matrix_of
 from jspec.models.blocks.arithmetic import normal
@@ -399,9 +401,10 @@ def _ragged(config, stacks, x, token, weight, sizes) -> Array:
         expert = jnp.minimum(expert, len(sizes) - 1)
         weight = jnp.where(numbers < sizes.sum(), weight, 0)
 
-    def ragged(rows: Array, weights: Array, bias: Array | None) -> Array:
-        weights = as_array(weights)
-        out = ops.grouped_matmul(rows, weights, sizes, implementation=config.matmul)
+    multiply = functools.partial(ops.grouped_matmul, implementation=config.matmul)
+
+    def ragged(rows: Array, weights: Array | Weight, bias: Array | None) -> Array:
+        out = quantized.grouped(rows, weights, sizes, multiply)
         return out if bias is None else out + bias[expert].astype(out.dtype)
 
     columns = ragged(rows, stacks.gate_up, stacks.gate_up_bias)
