@@ -45,6 +45,7 @@ _MORE = (
     "checkpoints/test_quantization.py",
     "checkpoints/test_quantised_formats.py",
     "checkpoints/test_quantised_heads.py",
+    "cli/test_quantization.py",
     "core/test_quantized.py",
     "engine/test_budget.py",
     "engine/test_captured.py",

@@ -6,16 +6,19 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from jspec.api.engine_args import EngineArgs
 from jspec.cli import arguments, options
 from jspec.cli.options import option
 from jspec.cli.stages import Stages
 from jspec.util import atomic_files
 
 _PANEL = {"rich_help_panel": "Model"}
+_OPTIONAL = {"kind": str | None, "default": None}  # a given one is of a model
 _of_model = functools.partial(option, **_PANEL)
 _sampling = functools.partial(option, rich_help_panel="Sampling")
 
 
+@options.grouped
 def certify(
     rule: option(
         list[str] | None,
@@ -30,16 +33,23 @@ def certify(
         list[str] | None, "File with one prompt; - for standard input; may be repeated."
     ) = None,
     max_tokens: _of_model(int | None, "Most tokens of a text. Default: 64.") = None,
-    dtype: options.engine_option("dtype", kind=str | None, **_PANEL) = None,
     num_drafts: _of_model(int | None, "Drafts whose tokens are counted. Default: 4096.") = None,
-    deterministic: options.engine_option(
-        "deterministic", help="As for jspec generate.", **_PANEL
-    ) = False,
+    *,
+    settings: options.group(
+        EngineArgs,
+        *("dtype", "quantization", "kv_cache_dtype", "deterministic"),
+        *("tensor_parallel_size", "enable_expert_parallel"),
+        make=dict,
+        changes={
+            "dtype": _OPTIONAL,
+            "kv_cache_dtype": _OPTIONAL,
+            "deterministic": {"help": "As for jspec generate."},
+        },
+        **_PANEL,
+    ),
     engine: _of_model(
         bool, "Compare texts in a shared engine with those alone.", "--engine"
     ) = False,
-    tensor_parallel_size: options.engine_option("tensor_parallel_size", **_PANEL) = 1,
-    enable_expert_parallel: options.engine_option("enable_expert_parallel", **_PANEL) = False,
     sampling_backend: options.engine_option("sampling_backend") = None,
     temperature: _sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
     top_p: _sampling(float | None, "1 keeps all tokens.") = None,
@@ -68,18 +78,15 @@ def certify(
             speculative_config=config,
             prompts=texts or None,
             max_tokens=max_tokens,
-            dtype=dtype,
             num_drafts=num_drafts,
-            deterministic=deterministic,
             engine=engine,
-            tensor_parallel_size=tensor_parallel_size,
-            enable_expert_parallel=enable_expert_parallel,
             sampling_backend=sampling_backend,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             seed=seed,
+            **settings,
             progress=stage.begin,
         )
     Console().print(page(report))

@@ -34,7 +34,7 @@ def chat(
     system: option(str | None, "The system's message. Default: the template's.") = None,
     *,
     engine: options.engine(
-        *("dtype", "max_model_len"),
+        *("dtype", "quantization", "max_model_len"),
         changes={"max_model_len": {"help": "Longest conversation, in tokens."}},
     ),
     sampling: options.common_sampling(changes={"max_tokens": {"default": 512}}),

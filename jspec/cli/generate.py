@@ -28,7 +28,8 @@ def generate(
     chat: options.Chat = False,
     *,
     engine: options.engine(
-        *("speculative_config", "dtype", "max_model_len", "deterministic"),
+        *("speculative_config", "dtype", "quantization", "kv_cache_dtype"),
+        *("max_model_len", "deterministic"),
         *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
         changes={
             "max_model_len": {"help": "Longest sequence, prompt included."},
@@ -67,7 +68,7 @@ def trace(
     token_ids: options.TokenIds = None,
     chat: options.Chat = False,
     *,
-    engine: options.engine("speculative_config", "dtype"),
+    engine: options.engine("speculative_config", "dtype", "quantization"),
     html: option(Path | None, "Write a page for a browser, and print only its path.") = None,
     sampling: options.common_sampling(changes={"max_tokens": {"default": 64}}),
 ) -> None:

@@ -28,7 +28,7 @@ def run_batch(
     served_model_name: option(list[str] | None, "The model's name in requests.") = None,
     *,
     engine: options.engine(
-        *("speculative_config", "dtype", "seed", "max_model_len", "max_num_seqs"),
+        *("speculative_config", "dtype", "quantization", "seed", "max_model_len", "max_num_seqs"),
         *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
         *("attention_backend", "sampling_backend", "kv_cache_dtype"),
     ),

@@ -42,6 +42,8 @@ def certify(
     prompts: Any = None,
     max_tokens: int | None = None,
     dtype: str | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
     num_drafts: int | None = None,
     deterministic: bool = False,
     engine: bool = False,
@@ -72,7 +74,7 @@ def certify(
         ``enable_expert_parallel``.
       prompts: as for ``LLM.generate``; None for jspec's own.
       max_tokens: of each continuation; None for 64.
-      dtype: as for ``LLM``.
+      dtype, quantization, kv_cache_dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared; None for 4096.
       engine: whether to compare texts in a shared engine with those of each sequence alone.
       deterministic, tensor_parallel_size, enable_expert_parallel: as for ``LLM``.
@@ -93,6 +95,7 @@ def certify(
     """
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     run = _set(prompts=prompts, max_tokens=max_tokens, dtype=dtype, num_drafts=num_drafts)
+    run |= _set(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     run |= _set(deterministic=deterministic or None, engine=engine or None)
     run |= {"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size != 1 else {}
     run |= _set(enable_expert_parallel=enable_expert_parallel or None)

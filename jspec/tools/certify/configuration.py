@@ -87,7 +87,8 @@ def of_model(
         speculative,
         dtype=dtype,
         deterministic=args.deterministic,
-        backends=Backends(sampling=args.sampling_backend),
+        quantization=args.quantization,
+        backends=Backends(sampling=args.sampling_backend, kv_cache_dtype=args.kv_cache_dtype),
         mesh=mesh_lib.make(args.tensor_parallel_size),
         expert_parallel=args.enable_expert_parallel,
     )

@@ -49,7 +49,7 @@ def tune(
     for given in settings.configs:  # before weights are loaded
         check(given)
     on_step("loading")
-    target = loaded(model, settings)
+    target = loaded(model, settings, settings.quantization)
     families = families_of(target, settings)
     requests, left_out = answered_by(
         LLM(target, **settings.split),

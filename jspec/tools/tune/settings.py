@@ -24,6 +24,7 @@ class Settings(CommonSettings):
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
       max_tree_size: most nodes of a tree with the root, at least 4; 0 searches chains only.
+      quantization: of the target's weights, as in ``LLM``.
       max_programs: most candidates that are measured at a batch size, besides plain decoding.
     """
 
@@ -32,6 +33,7 @@ class Settings(CommonSettings):
     max_tree_size: int = 32
     max_programs: int = 16
     patience: int = dataclasses.field(default=5, kw_only=True)
+    quantization: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
