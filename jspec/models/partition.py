@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jspec.core.weights import Weight, as_stored
-from jspec.models import layouts
+from jspec.models import layouts, quantised
 from jspec.models.blocks.tensors import Tensor
 from jspec.models.decoder import DecoderConfig
 from jspec.sharding import COLUMNS, ROWS, TENSOR
@@ -181,7 +181,7 @@ def put_at(placement: Placement, weight: Any) -> Any:
     Raises:
       ValueError: a group would belong to two devices.
     """
-    weight = as_stored(weight)
+    weight, placement = quantised.as_divided(weight, placement)
     if not isinstance(weight, Weight):
         return placement.put(weight)
     rank = len(weight.shape)

@@ -6,11 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec import ops, sharding
 from jspec.core.quantized import KERNEL_ROWS, Quantized
 from jspec.core.types import Array
-from jspec.core.weights import Transposed, Weight, bits_of
+from jspec.core.weights import Transposed, Weight, as_stored, bits_of
+from jspec.sharding.placement import Placement
 
 
 @struct.dataclass
@@ -22,18 +25,37 @@ class ForKernel(Quantized):
     Attributes:
       implementation: of ``ops.quantized_matmul`` or ``ops.grouped_matmul``; None for the device's
         default.
+      spec: how the devices of a mesh divide the values of a matrix.
     """
 
     implementation: str | None = struct.field(pytree_node=False, default=None)
+    spec: PartitionSpec = struct.field(pytree_node=False, default=PartitionSpec())
 
     def over_groups(self, rows: Array) -> Array:
-        """See ``Quantized``; XLA takes many rows, and weights that devices divide."""
-        if sharding.num_shards() > 1:
-            return super().over_groups(rows)
+        """See ``Quantized``; XLA takes many rows. Each device multiplies its part of the matrix."""
         name = self.implementation if len(rows) <= KERNEL_ROWS else "xla"
-        return ops.quantized_matmul(
-            rows, self.values, self.scales.inner, self.zeros, implementation=name
-        )
+        axes = (*self.spec, None, None)[:2]
+        outputs, inputs = axes if self.axis == -1 else axes[::-1]
+
+        def multiply(rows: Array, part: Quantized) -> Array:
+            out = ops.quantized_matmul(
+                rows, part.values, part.scales.inner, part.zeros, implementation=name
+            )
+            return out if inputs is None else lax.psum(out, inputs)
+
+        def division(x: Array) -> PartitionSpec:
+            pairs = zip(axes, x.shape, strict=True)
+            return PartitionSpec(*(axis if size > 1 else None for axis, size in pairs))
+
+        matrix = self.replace(order=None)
+        if sharding.num_shards() > 1:
+            multiply = jax.shard_map(
+                multiply,
+                in_specs=(PartitionSpec(None, inputs), jax.tree.map(division, matrix)),
+                out_specs=PartitionSpec(None, outputs),
+                check_vma=False,
+            )
+        return multiply(rows, matrix)
 
     def grouped(self, x: Array, sizes: Array, multiply: Callable[..., Array]) -> Array:
         """See ``Quantized``; XLA takes stacks that devices divide."""
@@ -47,7 +69,9 @@ class ForKernel(Quantized):
         return Quantized(**_fields(self)).swapped()
 
 
-def for_kernel(weight: Weight, implementation: str | None = None) -> Weight:
+def for_kernel(
+    weight: Weight, implementation: str | None = None, placement: Placement | None = None
+) -> Weight:
     """Return a weight in the form of a kernel that runs on this device, else as it is.
 
     Whole numbers without a sign become numbers with one, and so do their zero points: kernels
@@ -56,27 +80,51 @@ def for_kernel(weight: Weight, implementation: str | None = None) -> Weight:
     Args:
       weight: of any kind; kernels take ``Transposed`` quantised ones.
       implementation: as of ``ForKernel``.
+      placement: of the stored values; None for one device.
     """
+    if not kernel_takes(weight, implementation):
+        return weight
+    fields = _fields(_signed(weight.stored))
+    return Transposed(ForKernel(**fields, implementation=implementation, spec=_spec(placement)))
+
+
+def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
+    """Return whether a kernel that runs on this device takes a weight; its shapes suffice."""
     stored = weight.stored if isinstance(weight, Transposed) else None
     if type(stored) is not Quantized or stored.axis != -1 or stored.name != "bfloat16":
-        return weight
+        return False
     if stored.code or not (stored.minima is stored.scales.outer is None):
-        return weight
-    made = ForKernel(**_fields(_signed(stored)), implementation=implementation)
-    return Transposed(made) if _has_kernel(made) else weight
-
-
-def _has_kernel(weight: ForKernel) -> bool:
-    *stack, _, inputs = weight.shape
-    x, scales = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16), weight.scales.inner
+        return False
+    signed = jax.eval_shape(_signed, stored)
+    *stack, _, inputs = signed.shape
+    x, scales = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16), signed.scales.inner
     if not stack:
         return ops.has_kernel(
-            "quantized_matmul", weight.implementation, x, weight.values, scales, weight.zeros
+            "quantized_matmul", implementation, x, signed.values, scales, signed.zeros
         )
     sizes = jax.ShapeDtypeStruct(tuple(stack), jnp.int32)
-    return weight.order is None and ops.has_kernel(
-        "grouped_matmul", weight.implementation, x, weight.values, sizes, scales, weight.zeros
+    return signed.order is None and ops.has_kernel(
+        "grouped_matmul", implementation, x, signed.values, sizes, scales, signed.zeros
     )
+
+
+def as_divided(weight: Array | Weight, placement: Placement) -> tuple[Array | Weight, Placement]:
+    """Return a weight as devices divide it, and the placement of what it stores.
+
+    Its inputs are before its outputs then, but for a matrix of a kernel.
+
+    Args:
+      weight: of any kind, or an array.
+      placement: of the weight as an array.
+    """
+    if len(weight.shape) > 2:
+        return as_stored(weight), placement
+    if isinstance(weight, ForKernel):
+        return weight.replace(spec=_spec(placement)), placement
+    if isinstance(weight, Transposed) and isinstance(weight.stored, ForKernel):
+        stored, swapped = as_divided(weight.stored, placement.swapped())
+        return Transposed(stored), swapped
+    return as_stored(weight), placement
 
 
 def by_xla(params: Any) -> Any:
@@ -87,6 +135,11 @@ def by_xla(params: Any) -> Any:
         return leaf.replace(implementation="xla") if is_kernels else leaf
 
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, ForKernel))
+
+
+def _spec(placement: Placement | None) -> PartitionSpec:
+    is_divided = placement is not None and isinstance(placement.sharding, NamedSharding)
+    return placement.sharding.spec if is_divided else PartitionSpec()
 
 
 def _fields(weight: Quantized) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class Placement:
             )
         return Placement(self.sharding, self.order)
 
+    def swapped(self) -> "Placement":
+        """Return the placement of the transpose of a matrix."""
+        if not isinstance(self.sharding, NamedSharding):
+            return Placement(self.sharding)
+        inputs, outputs = (*self.sharding.spec, None, None)[:2]
+        swapped = NamedSharding(self.sharding.mesh, PartitionSpec(outputs, inputs))
+        return Placement(swapped, self.order)
+
     def laid(self, x: jax.Array) -> jax.Array:
         """Return an array of these devices in the layout."""
         if self.layout is None or x.ndim != 2 or x.dtype.itemsize != 2:

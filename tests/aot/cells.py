@@ -21,7 +21,7 @@ from jax.sharding import (
 from jspec.core import entries
 from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Params
-from jspec.core.weights import size_of
+from jspec.core.weights import Weight, size_of
 from jspec.drafters import Eagle
 from jspec.drafters.none import NoDrafter
 from jspec.engine import pages, slots
@@ -33,9 +33,10 @@ from jspec.models.blocks.experts import Experts
 from jspec.models.blocks.mlp import GatedMlp
 from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
-from jspec.models.quantised import for_kernel
+from jspec.models.quantised import as_divided, for_kernel
 from jspec.sharding import TENSOR
 from jspec.sharding import mesh as mesh_lib
+from jspec.sharding.placement import Placement
 from jspec.util.cache_dtypes import NAMES
 from tests import networks
 from tests.aot.programs import ACCELERATOR, PLATFORMS
@@ -203,6 +204,7 @@ TABLE = (
         {"model": "gemma-27b", "context": 8192},
         _70B,
         *({"tp": tp} for tp in (4, 8)),
+        *(model | {"tp": 4, "quantization": "int4"} for model in ({}, _70B)),
         *(_70B | {"tp": tp} for tp in (4, 8)),
         *({"tp": tp, "draft_tp": tp} for tp in (4, 8)),
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE | _XLA, _ONE, _XLA, {}, {"tp": 4})),
@@ -241,14 +243,17 @@ class Placing:
             rules["drafter"] = partition.draft_rules(plan.drafter.config, cell.draft_tp)
 
         def one(path, leaf):
-            keys = tuple(getattr(key, "name", getattr(key, "idx", None)) for key in path)
+            keys = partition.path_of(path)
             place, whose = self._whole, rules.get(keys[0], {})
             if keys[1:] in whose:
                 place = NamedSharding(self.mesh, whose[keys[1:]].spec)
+            if isinstance(leaf, Weight):
+                leaf, placement = as_divided(leaf, Placement(place))
+                return jax.tree.map(lambda x: _on(x, placement.of_part(x.shape, 2).sharding), leaf)
             layout = layouts.of(self._kind, keys, self._count) if leaf.ndim == 2 else None
             return _on(leaf, place if layout is None else Format(layout, place))
 
-        return jax.tree_util.tree_map_with_path(one, params)
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=partition.is_array)
 
 
 def _on(leaf: Any, place: Sharding | Format) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ from jspec.checkpoints.quantised.format import GGUF, W8A8
 from jspec.core.quantized import SCHEMES, Scheme, quantize
 from jspec.core.types import Array
 from jspec.core.weights import Weight, as_array
-from jspec.models.quantised import for_kernel
+from jspec.models.quantised import for_kernel, kernel_takes
 from jspec.sharding.placement import Placement
 from jspec.util.messages import did_you_mean, shown
 
@@ -78,8 +78,13 @@ def quantised(
     if scheme is None or not takes(entry):
         return weight
     here, whole = jax.default_backend(), as_array(weight)
-    swapped = placement is None and here in ("cpu", "gpu")
-    made = for_kernel(quantize(whole, scheme, swapped=swapped, packed=here == "cpu"))
+    make = functools.partial(quantize, whole, scheme=scheme, packed=here == "cpu")
+    swapped = here == "gpu" or (here == "cpu" and placement is None)
+    if swapped and placement is not None:
+        outlined = jax.eval_shape(functools.partial(make, swapped=True))
+        swapped = whole.ndim == 2 and kernel_takes(outlined)
+        placement = placement.swapped() if swapped else placement
+    made = for_kernel(make(swapped=swapped), placement=placement)
     if placement is not None:
         rank = len(made.shape)
         made = jax.tree.map(

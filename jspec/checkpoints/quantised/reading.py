@@ -14,7 +14,7 @@ from jspec.core.quantized import Factors, Joined, Quantized, stored_nibbles
 from jspec.core.quantized_rows import ByToken
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight
-from jspec.models.quantised import for_kernel
+from jspec.models.quantised import for_kernel, kernel_takes
 from jspec.sharding.placement import Placement
 
 
@@ -69,9 +69,13 @@ def _made(
     shapes: bool,
 ) -> Weight:
     first = tensors[entry.names[0]]
-    here = jax.default_backend() if placement is None else None
-    on_cpu = here == "cpu"
-    swapped = entry.transpose and here in ("cpu", "gpu")
+    here = jax.default_backend()
+    on_cpu = here == "cpu" and placement is None
+    swapped = entry.transpose and (on_cpu or here == "gpu")
+    if swapped and placement is not None:
+        outlined = _made(entry, tensors, dtype, None, shapes=True)
+        swapped = not entry.stack and kernel_takes(outlined)
+        placement = placement.swapped() if swapped else placement
     laid = dataclasses.replace(entry, transpose=entry.transpose and not swapped)
     axis = -2 if laid.transpose else -1
     groups = first.arrays["scales"].shape[-1]
@@ -109,7 +113,7 @@ def _made(
         else "",
     )
     weight = Transposed(weight) if swapped else weight
-    return weight if shapes else jax.block_until_ready(for_kernel(weight))
+    return weight if shapes else jax.block_until_ready(for_kernel(weight, placement=placement))
 
 
 def _of_array(entry: Entry, tensors: Mapping[str, StoredTensor], name: str) -> Entry:
