@@ -21,8 +21,8 @@ def test_parts_of_a_matrix_give_the_product_of_the_whole_with_one_all_reduce_at_
 def test_matrices_are_read_for_the_kernel_in_parts_and_others_as_xla_divides_them(printed):
     (stored,) = [line["stored"] for line in printed if "stored" in line]
     kernels, others = stored
-    assert kernels == ["Transposed", "PartitionSpec(None, 'tensor')", True]
-    assert others == ["Quantized", "PartitionSpec('tensor',)", True]
+    assert kernels == ["Transposed", [None, "tensor"], True]
+    assert others == ["Quantized", ["tensor"], True]
 
 
 def test_two_devices_give_the_texts_of_one_with_the_collectives_of_plain_weights(printed):
