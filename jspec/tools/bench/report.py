@@ -116,11 +116,12 @@ def _missing(results: dict[str, Any]) -> Iterator[str]:
 
 def about(results: dict[str, Any]) -> str:
     """Return device, versions and peer in one line."""
-    device, versions = results["device"], results["versions"]
+    device, versions, setting = results["device"], results["versions"], results["setting"]
+    weights = f", {setting['quantization']} weights" if setting.get("quantization") else ""
     return (
         f"{device['kind']} ({device['cpu']}, {device['cores']} cores), jax {versions['jax']}, "
-        f"{results['time']}, dtype {results['setting']['dtype'] or 'auto'}, at most "
-        f"{results['setting']['max_tokens']} tokens; peer: {results['peer']}."
+        f"{results['time']}, dtype {setting['dtype'] or 'auto'}{weights}, at most "
+        f"{setting['max_tokens']} tokens; peer: {results['peer']}."
     )
 
 

@@ -67,6 +67,8 @@ def test_the_command_writes_the_fastest_config(root, tmp_path, monkeypatch, caps
         17,
         "--repeats",
         1,
+        "--quantization",
+        "int8",
         "--output",
         out,
         "--json",
@@ -91,6 +93,7 @@ def test_the_command_writes_the_fastest_config(root, tmp_path, monkeypatch, caps
     assert {row["name"] for row in rows} == {"plain decoding", *measured[:2]}
     assert [line["name"] for line in tuned["acceptance"]] == ["eagle3"]
     assert json.dumps(rows[0]["speculative_config"]) in printed.replace("\n", " ")
+    assert "dtype auto, int8 weights, at most 17 tokens" in printed.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
