@@ -28,10 +28,10 @@ from jspec.engine import pages, slots
 from jspec.engine.loop import init_shared, launch
 from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile, request_of
+from jspec.kernels.tree_attention.pallas_gpu import MAX_FEATURES
 from jspec.models import decoder, layouts, partition
-from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.delta_rule import DeltaRule
 from jspec.models.blocks.mlp import GatedMlp
-from jspec.models.blocks.rope import RopeConfig
 from jspec.models.heads import eagle
 from jspec.models.quantised import as_divided, for_kernel
 from jspec.sharding import TENSOR
@@ -39,73 +39,14 @@ from jspec.sharding import mesh as mesh_lib
 from jspec.sharding.placement import Placement
 from jspec.util.cache_dtypes import NAMES
 from tests import networks
-from tests.aot.programs import ACCELERATOR, PLATFORMS
+from tests.aot.models import MODELS
+from tests.aot.programs import PLATFORMS
 
 MAX_MODEL_LEN = 16384  # Tokens that the table of pages has room for, in each row.
 DRAFT_VOCABULARY = 32000  # as of the published EAGLE-3 heads
 KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 EXPERT_KERNELS = {"tpu": "xla", "cuda": "pallas_gpu"}
 QUANTIZED_KERNELS = {"cuda": "pallas_gpu"}
-
-
-class Model(NamedTuple):
-    """A model by the sizes of its layers, which are equal but for their windows."""
-
-    num_layers: int
-    sizes: dict[str, Any]
-    window: int | None = None  # The layers without it see all tokens.
-    num_windowed: int = 0  # layers that have it
-
-    def network(self, num_layers: int, *, windowed: bool = False) -> decoder.DecoderConfig:
-        """Return the config of a model of fewer layers, all with the window or none."""
-        windows = (self.window if windowed else None,) * num_layers
-        return networks.build(max_positions=131072, windows=windows, **self.sizes, **ACCELERATOR)
-
-
-_LLAMA = dict(
-    vocab_size=128256,
-    num_kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-5,
-    rope=RopeConfig(500000.0, "llama3", 8.0, 8192),
-)
-_A3B = Experts(128, 8, 768, scoring="softmax", selection_bias=False)
-MODELS = {
-    "llama-8b": Model(32, _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_heads=32)),
-    "llama-70b": Model(80, _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_heads=64)),
-    # Gemma 3's norms after attention and MLP read no more memory, and the decoder lacks them.
-    "gemma-27b": Model(
-        62,
-        dict(
-            vocab_size=262208,
-            hidden_size=5376,
-            intermediate_size=21504,
-            num_heads=32,
-            num_kv_heads=16,
-            head_dim=128,
-            qk_norm=True,
-            tie_embeddings=True,
-            norm_eps=1e-6,
-            rope=RopeConfig(1e6, "linear", 8.0),
-        ),
-        window=1024,
-        num_windowed=52,
-    ),
-    "qwen3-30b-a3b": Model(
-        48,
-        dict(
-            vocab_size=151936,
-            hidden_size=2048,
-            feed_forward=_A3B,
-            num_heads=32,
-            num_kv_heads=4,
-            head_dim=128,
-            qk_norm=True,
-            norm_eps=1e-6,
-            rope=RopeConfig(1e6),
-        ),
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +95,7 @@ def _cells(device: str, *changes: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 _XLA, _PLAIN, _ONE = {"attention": "xla"}, {"nodes": 1}, {"batch": 1}
-_MOE = {"model": "qwen3-30b-a3b"}
+_MOE, _HYBRID = {"model": "qwen3-30b-a3b"}, {"model": "qwen3.5-35b-a3b"}
 _LONG, _LAID, _70B = {"batch": 32, "context": 8192}, {"layouts": True}, {"model": "llama-70b"}
 _PARTS = {"tp": 4} | _LAID, {"tp": 8, "draft_tp": 8} | _LAID
 TABLE = (
@@ -174,6 +115,7 @@ TABLE = (
         *_PARTS,
         _70B | {"tp": 8} | _LAID,
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE, {})),
+        *(_HYBRID | change for change in (_ONE, {})),
     ),
     *_cells("v5e", _XLA, {}, *_PARTS),
     *_cells(
@@ -208,6 +150,7 @@ TABLE = (
         *(_70B | {"tp": tp} for tp in (4, 8)),
         *({"tp": tp, "draft_tp": tp} for tp in (4, 8)),
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE | _XLA, _ONE, _XLA, {}, {"tp": 4})),
+        *(_HYBRID | change for change in (_ONE, {})),
     ),
 )
 
@@ -264,18 +207,21 @@ class Traced(NamedTuple):
     """A traced launch, and what a round has to read."""
 
     launch: jax.stages.Traced
-    # Bytes on one device: weights once in each pass that needs them, live keys and values once.
+    # Bytes on one device: weights once in each pass that needs them, live keys and values once,
+    # states twice.
     minimum: int
     weights: int  # bytes of target and drafter on one device
-    pools: int  # bytes of the pages of all rows on one device
+    pools: int  # bytes of the pages and states of all rows on one device
     weight_shapes: frozenset[tuple[int, ...]]  # matrices on one device
     cache_shapes: tuple[tuple[int, ...], ...]  # pools on one device
 
 
-def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Plan:
+def plan_of(cell: Cell, platform: str, num_layers: int, *, others: bool = False) -> Plan:
     """Return the plan of a cell with ``num_layers`` of the target's layers."""
     attention = KERNELS[platform] if cell.attention == "kernel" else "xla"
-    network = MODELS[cell.model].network(num_layers, windowed=windowed)
+    network = MODELS[cell.model].network(num_layers, others=others)
+    if platform == "cuda" and network.layers[-1].mixer.head_dim > MAX_FEATURES:
+        attention = "xla"  # as the default of ``LLM`` gives way
     network = dataclasses.replace(network, attention=attention)
     if network.has_experts:
         matmul = EXPERT_KERNELS[platform] if cell.attention == "kernel" else "xla"
@@ -285,6 +231,7 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
     drafter = NoDrafter()
     if cell.nodes > 1:
         block = dict(num_layers=1, windows=(), vocab_size=DRAFT_VOCABULARY, tie_embeddings=False)
+        block["mixer"] = dataclasses.replace(network.layers[-1].mixer, gated=False)
         if network.has_experts:  # Published heads of such models have a plain MLP.
             block["feed_forward"] = GatedMlp(network.layers[0].feed_forward.dense_size)
         head = eagle.EagleConfig(
@@ -300,21 +247,21 @@ def plan_of(cell: Cell, platform: str, num_layers: int, *, windowed: bool) -> Pl
 
 
 def trace(
-    cell: Cell, platform: str, num_layers: int, placing: Placing, *, windowed: bool
+    cell: Cell, platform: str, num_layers: int, placing: Placing, *, others: bool = False
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
-    plan = plan_of(cell, platform, num_layers, windowed=windowed)
+    plan = plan_of(cell, platform, num_layers, others=others)
     kernel = QUANTIZED_KERNELS.get(platform) if cell.attention == "kernel" else None
     params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization, kernel))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
     request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
     size = slots.buffer_size(plan, MAX_MODEL_LEN)
-    state = slots.allocate.eval_shape(plan, params, cell.batch, size, True)
+    state = slots.allocate.eval_shape(plan, params, cell.batch, size, True, keeps=True)
     caches = pages.shapes_of(plan, params, pages.PAGE_SIZE)
     pool = lambda count: jax.eval_shape(lambda: pages.allocate(caches, (count,), pages.PAGE_SIZE))
     # A kernel takes a whole pool, and reads the pages that its queries see: it has no others here.
-    hidden = windowed and cell.attention == "kernel"
+    hidden = others and cell.attention == "kernel"
     pools = pool(cell.num_pages(MODELS[cell.model].window if hidden else None))
     table = jax.ShapeDtypeStruct((cell.batch, MAX_MODEL_LEN // pages.PAGE_SIZE), jnp.int32)
     params = placing.weights(params, plan, cell)
@@ -336,7 +283,7 @@ def trace(
         traced,
         minimum=_minimum(cell, plan, params),
         weights=_bytes(params),
-        pools=_bytes(placing.state(pool(cell.num_pages()))),
+        pools=_bytes(placing.state((pool(cell.num_pages()), state.cache))),
         weight_shapes=frozenset(map(_part, matrices)),
         cache_shapes=tuple({_part(leaf): None for leaf in jax.tree.leaves(pools)}),
     )
@@ -358,7 +305,7 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
 
 
 def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
-    """Return the bytes that each device has to read in a round.
+    """Return the bytes that each device has to move in a round.
 
     A step of the drafter needs the output of the one before, so each reads its block and its
     output matrix. ``fc`` and the embedding's few rows are read once.
@@ -366,7 +313,7 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
     target, drafter = params.target, params.drafter
     network = plan.target.config
     embedding = 0 if network.tie_embeddings else _bytes(target.embedding)
-    size = 2 * network.layers[0].mixer.head_dim
+    size = 2 * network.layers[-1].mixer.head_dim
     if cell.kv_cache_dtype != "auto":
         size = size // 2 + 4 * (cell.kv_cache_dtype == "int8")  # 8 bits a number, and a scale
     live = sum(map(_live(cell, size), network.layers)) // cell.tp
@@ -375,7 +322,7 @@ def _minimum(cell: Cell, plan: Plan, params: Params) -> int:
     total -= round((1 - chosen_share(cell)) * _bytes(stacks))
     if drafter is not None:
         fc = _bytes(drafter.fc)
-        of_token = _live(cell, 2 * network.layers[0].mixer.head_dim)
+        of_token = _live(cell, 2 * network.layers[-1].mixer.head_dim)
         live = sum(map(of_token, plan.drafter.config.network.layers)) // cell.draft_tp
         step = _bytes(drafter) - fc + live
         total += fc + plan.max_depth * step
@@ -393,11 +340,13 @@ def chosen_share(cell: Cell) -> float:
 def _live(cell: Cell, size: int) -> Callable[[decoder.Layer], int]:
     """Return a function: bytes of the keys and values that the queries of a layer see.
 
-    A key of a token and head takes ``size`` of them.
+    A key of a token and head takes ``size`` of them. States are read and written.
     """
 
     def live(layer: decoder.Layer) -> int:
         mixer = layer.mixer
+        if isinstance(mixer, DeltaRule):
+            return 2 * _bytes(jax.eval_shape(lambda: mixer.entry(cell.batch, 0, jnp.bfloat16)))
         tokens = min(cell.context, mixer.window or cell.context)
         return cell.batch * tokens * 2 * mixer.num_kv_heads * size
 

@@ -13,8 +13,9 @@ import time
 from jspec.engine.pages import PAGE_SIZE
 from jspec.models.layouts import SMALL_TILES
 from tests.aot import cells, figures, traffic
-from tests.aot.cells import MODELS, Cell
+from tests.aot.cells import Cell
 from tests.aot.devices import DEVICES
+from tests.aot.models import MODELS
 
 DEPTHS = (2, 4)  # layers that are compiled
 # Below few layers of a target, a TPU keeps the small parts of a split drafter in its fast memory.
@@ -38,9 +39,9 @@ def figures_of(cell: Cell) -> dict[str, float]:
     """Return the figures of a cell at the full depth of its model."""
     model, kinds = MODELS[cell.model], {}
     depths = DEEPER.get(cell.device, DEPTHS) if cell.draft_tp > 1 else DEPTHS
-    for windowed in (False, True)[: 1 + bool(model.num_windowed)]:
-        kinds[windowed] = [compiled(cell, depth, windowed=windowed) for depth in depths]
-    layers = {False: model.num_layers - model.num_windowed, True: model.num_windowed}
+    for others in (False, True)[: 1 + bool(model.num_others)]:
+        kinds[others] = [compiled(cell, depth, others=others) for depth in depths]
+    layers = {False: model.num_layers - model.num_others, True: model.num_others}
     full = extrapolated(kinds, layers, depths)
     return {
         "ratio": round(full["bytes"] / full["minimum"], 3),
@@ -59,7 +60,7 @@ def extrapolated(
     layers: dict[bool, int],
     depths: tuple[int, int] = DEPTHS,
 ) -> dict[str, float]:
-    """Return figures for numbers of ``layers`` by kind, with a window or without.
+    """Return figures for numbers of ``layers`` by kind; True for the second one.
 
     ``kinds`` has the figures of programs whose layers are of one kind, at two ``depths``.
     """
@@ -75,12 +76,12 @@ def extrapolated(
     return figures
 
 
-def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
-    """Compile a cell with ``depth`` layers, all with the model's window or none."""
+def compiled(cell: Cell, depth: int, *, others: bool) -> dict[str, float]:
+    """Compile a cell with ``depth`` layers of the model's first kind or second."""
     device = DEVICES[cell.device]
     placing = cells.Placing(device.first(cell.tp), layouts=cell.layouts)
     begun = time.process_time()
-    traced = cells.trace(cell, device.platform, depth, placing, windowed=windowed)
+    traced = cells.trace(cell, device.platform, depth, placing, others=others)
     program = traced.launch.lower(lowering_platforms=(device.platform,)).compile()
     seconds, model = time.process_time() - begun, MODELS[cell.model]
     sizes = model.sizes
@@ -88,7 +89,7 @@ def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
         (max(1, sizes["num_kv_heads"] // cell.tp), PAGE_SIZE, sizes["head_dim"]),
         rows=cell.batch,
         context=cell.context,
-        window=model.window if windowed else None,
+        window=model.window if others else None,
     )
     read = traffic.read(
         program.as_text(), caches, traced.weight_shapes, chosen=cells.chosen_share(cell)
@@ -105,7 +106,9 @@ def compiled(cell: Cell, depth: int, *, windowed: bool) -> dict[str, float]:
         "temporaries": whole["temp_bytes"],
         "seconds": round(seconds, 1),
     }
-    print(f"  {depth} layers{' with windows' * windowed}: {result}", file=sys.stderr, flush=True)
+    print(
+        f"  {depth} layers{' of the second kind' * others}: {result}", file=sys.stderr, flush=True
+    )
     return result
 
 

@@ -19,6 +19,7 @@ from jspec.engine.engine import Engine
 from tests.aot import cells
 from tests.aot.cells import Cell, Placing
 from tests.aot.devices import DEVICES, lines_of
+from tests.aot.models import MODELS
 
 SHOWN = ("h200", "v6e")
 
@@ -43,8 +44,8 @@ def main(name: str | None = None) -> None:
 
 def calls(cell: Cell, placing: Placing) -> list[functools.partial]:
     """Return the calls that lower the programs of a server."""
-    depth = cells.MODELS[cell.model].num_layers
-    plan = cells.plan_of(cell, DEVICES[cell.device].platform, depth, windowed=False)
+    depth = MODELS[cell.model].num_layers
+    plan = cells.plan_of(cell, DEVICES[cell.device].platform, depth)
     params = jax.eval_shape(functools.partial(cells.params_of, plan))
     params = placing.weights(params, plan, cell)
     pool = pages.Pool(plan, params, num_pages=2)

@@ -24,8 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jspec.models import decoder, partition
 from jspec.models.partition import Rule
 from tests.aot import figures
-from tests.aot.cells import MODELS
 from tests.aot.devices import DEVICES, ENVIRONMENT
+from tests.aot.models import MODELS
 from training.data.batch import Batch
 from training.networks.forward import Frozen
 from training.networks.target import split

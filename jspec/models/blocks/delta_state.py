@@ -246,12 +246,13 @@ def _solved(
     ratios = jnp.exp(jnp.where(above[:, None], _product("bhnj,bhjm->bhnm", mask, below), -jnp.inf))
     total = jnp.exp(_product("bhnj,bhj->bhn", mask, decays))[..., None]
 
-    # One product of all queries and keys reads the state once.
+    # One product of all queries and keys reads the state once. XLA for GPU merges products with a
+    # common first operand, and would copy the state beside the keys.
     read = _product("bgnck,bgrvk->bgrcnv", pairs, _grouped(state, groups))
     read = read.reshape(len(state), heads, 2, count, -1)
     if earlier is not None:
         read = _behind(read, pairs, earlier)
-    alike = _product("bgnck,bgmk->bgcnm", pairs, pairs[..., 1, :])
+    alike = _product("bgmk,bgnck->bgcnm", pairs[..., 1, :], pairs)
     alike = jnp.repeat(alike, heads // groups, 1)
 
     system = jnp.where(strict[:, None], rates[..., None] * ratios * alike[:, :, 1], 0)
@@ -270,7 +271,7 @@ def _behind(read: Array, pairs: Array, earlier: Earlier) -> Array:
     decays = lax.cumsum(jnp.where(seen, nodes.decays[:, :, None], 0), 3, reverse=True)
     later = jnp.pad(decays[..., 1:], ((0, 0), (0, 0), (0, 0), (0, 1)))
     ratios = jnp.where(seen, jnp.exp(later), 0)[:, :, None]
-    alike = _product("bgnck,bgmk->bgcnm", pairs, nodes.keys)
+    alike = _product("bgmk,bgnck->bgcnm", nodes.keys, pairs)
     alike = jnp.repeat(alike, heads // pairs.shape[1], 1)
     added = _product("bhcnm,bhmv->bhcnv", ratios * alike, nodes.updates)
     return jnp.exp(decays[..., :1])[:, :, None] * read + added
