@@ -60,6 +60,13 @@ def _by_evidence(backend: Backend, *arrays: Array | None) -> bool:
     return is_listed and not backend.refusal("tree_attention", *arrays)
 
 
+def _where_better(backend: Backend, *arrays: Array | None) -> bool:
+    """Return whether a TPU runs the kernel of a quantised matrix, rather than XLA."""
+    if jax.default_backend() != "tpu" or backend.refusal("quantized_matmul", *arrays):
+        return False
+    return backend.load("quantized_matmul").is_better(*arrays)
+
+
 def _on_gpu(operation: str) -> Callable[..., bool]:
     """Return whether a GPU takes some arrays, for a kernel that is better wherever it runs."""
 
@@ -91,6 +98,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend(
             "pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu("quantized_matmul"), refuses=True
         ),
+        Backend("pallas_tpu", "pallas_tpu", "tpu", default=_where_better, refuses=True),
         Backend("xla", "xla", default=lambda *_: True),
         Backend("reference", "reference"),
     ),

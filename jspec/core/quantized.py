@@ -254,6 +254,11 @@ def _einsum(equation: str, x: Array, w: Array) -> Array:
     )
 
 
+def is_multiplied_out(count: int, size: int) -> bool:
+    """Return whether ``grouped_product`` with ``count`` rows multiplies groups of ``size`` out."""
+    return count > size // 2
+
+
 def grouped_product(rows: Array, weight: Quantized) -> Array:
     """Return the product of rows [T, I], of each group by itself; sums are scaled.
 
@@ -263,7 +268,7 @@ def grouped_product(rows: Array, weight: Quantized) -> Array:
     count, axis, groups = len(rows), weight.axis, weight.num_groups
     size = weight.shape[axis] // groups
     bias, by_input = weight._bias(), axis == -2
-    if groups > 1 and count > size // 2:
+    if groups > 1 and is_multiplied_out(count, size):
         wide = weight._in_float32().astype(weight.dtype)
         return _einsum("ti,io->to" if by_input else "ti,oi->to", rows, wide)
     of_group = rows.reshape(count, groups, size)

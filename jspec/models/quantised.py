@@ -18,7 +18,7 @@ from jspec.sharding.placement import Placement
 
 @struct.dataclass
 class ForKernel(Quantized):
-    """A quantised matrix [O, I] of bfloat16 numbers, without minima and outer factors.
+    """A quantised matrix of bfloat16 numbers, without minima and outer factors.
 
     Or a stack of them, [E, O, I].
 
@@ -78,33 +78,40 @@ def for_kernel(
     convert no others.
 
     Args:
-      weight: of any kind; kernels take ``Transposed`` quantised ones.
+      weight: of any kind; kernels take quantised ones, for GPUs ``Transposed`` ones.
       implementation: as of ``ForKernel``.
       placement: of the stored values; None for one device.
     """
     if not kernel_takes(weight, implementation):
         return weight
-    fields = _fields(_signed(weight.stored))
-    return Transposed(ForKernel(**fields, implementation=implementation, spec=_spec(placement)))
+    is_swapped = isinstance(weight, Transposed)
+    fields = _fields(_signed(weight.stored if is_swapped else weight))
+    made = ForKernel(**fields, implementation=implementation, spec=_spec(placement))
+    return Transposed(made) if is_swapped else made
 
 
 def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
     """Return whether a kernel that runs on this device takes a weight; its shapes suffice."""
-    stored = weight.stored if isinstance(weight, Transposed) else None
-    if type(stored) is not Quantized or stored.axis != -1 or stored.name != "bfloat16":
+    is_swapped = isinstance(weight, Transposed)
+    stored, axis = (weight.stored, -1) if is_swapped else (weight, -2)
+    if type(stored) is not Quantized or stored.axis != axis or stored.name != "bfloat16":
         return False
     if stored.code or not (stored.minima is stored.scales.outer is None):
         return False
     signed = jax.eval_shape(_signed, stored)
-    *stack, _, inputs = signed.shape
-    x, scales = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16), signed.scales.inner
+    stack, scales = signed.shape[:-2], signed.scales.inner
+    x = jax.ShapeDtypeStruct((KERNEL_ROWS, signed.shape[axis]), jnp.bfloat16)
     if not stack:
         return ops.has_kernel(
             "quantized_matmul", implementation, x, signed.values, scales, signed.zeros
         )
-    sizes = jax.ShapeDtypeStruct(tuple(stack), jnp.int32)
-    return signed.order is None and ops.has_kernel(
-        "grouped_matmul", implementation, x, signed.values, sizes, scales, signed.zeros
+    sizes = jax.ShapeDtypeStruct(stack, jnp.int32)
+    return (
+        is_swapped
+        and signed.order is None
+        and ops.has_kernel(
+            "grouped_matmul", implementation, x, signed.values, sizes, scales, signed.zeros
+        )
     )
 
 

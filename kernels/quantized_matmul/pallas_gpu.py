@@ -32,6 +32,8 @@ def choose_blocks(rows: int, values: Array, groups: int) -> Blocks:
 def refusal(x: Array, values: Array, scales: Array, zeros: Array | None) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     del zeros
+    if len(values) != len(scales):
+        return "takes values [O, I] with scales [O, G], not [I, O] with [G, O]; transpose both"
     if reason := tiles.refusal(values, scales):
         return reason
     if len(x) > KERNEL_ROWS:

@@ -11,13 +11,17 @@ def quantized_matmul(x: Array, values: Array, scales: Array, zeros: Array | None
 
     Args:
       x: [T, I], rounded to bfloat16.
-      values: [O, I], whole numbers or floats of 4 or 8 bits.
-      scales: [O, G], one for each I / G values that follow each other.
-      zeros: [O, G] whole numbers, subtracted from values; None for none.
+      values: [O, I], whole numbers or floats of 4 or 8 bits; or [I, O], as ``scales`` are.
+      scales: [O, G], one for each I / G values that follow each other; or [G, O].
+      zeros: whole numbers, of the shape of ``scales``, subtracted from values; None for none.
 
     Returns:
-      [T, O], accumulated in float32; sums of groups are scaled.
+      [T, O], accumulated in float32; sums of groups are scaled. A kernel may scale values instead,
+      and round them to bfloat16.
     """
+    if len(values) != len(scales):
+        values, scales = values.T, scales.T
+        zeros = None if zeros is None else zeros.T
     rows = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(len(x), scales.shape[1], -1)
     apart = values.astype(jnp.float32).reshape(*scales.shape, -1)
     if zeros is not None:

@@ -15,14 +15,18 @@ class Case(NamedTuple):
     groups: int
     rows: int
     has_zeros: bool = False
+    scales: str = "bfloat16"  # dtype of those of several groups
 
-    def arrays(self) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-        """Return the shapes of the arguments."""
-        shape, factors = jax.ShapeDtypeStruct, (self.outputs, self.groups)
+    def arrays(self, axis: int = -1) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+        """Return the shapes of the arguments; with ``axis`` -2 the matrix is [I, O]."""
+        shape = jax.ShapeDtypeStruct
+        matrix, factors = (self.outputs, self.inputs), (self.outputs, self.groups)
+        if axis == -2:
+            matrix, factors = matrix[::-1], factors[::-1]
         return (
             shape((self.rows, self.inputs), jnp.bfloat16),
-            shape((self.outputs, self.inputs), self.values),
-            shape(factors, jnp.bfloat16 if self.groups > 1 else jnp.float32),
+            shape(matrix, self.values),
+            shape(factors, self.scales if self.groups > 1 else jnp.float32),
             shape(factors, jnp.bfloat16) if self.has_zeros else None,
         )
 

@@ -9,4 +9,5 @@ Array = jax.Array
 
 def quantized_matmul(x: Array, values: Array, scales: Array, zeros: Array | None = None) -> Array:
     """See the reference."""
-    return grouped_product(x, Quantized(values, Factors(scales), zeros, axis=-1, name="bfloat16"))
+    axis = -1 if len(values) == len(scales) else -2
+    return grouped_product(x, Quantized(values, Factors(scales), zeros, axis=axis, name="bfloat16"))

@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from jspec.core import entries
-from jspec.core.quantized import SCHEMES, Scheme, quantize
+from jspec.core.quantized import SCHEMES, Scheme, is_multiplied_out, quantize
 from jspec.core.types import Params
 from jspec.core.weights import Weight, size_of
 from jspec.drafters import Eagle
@@ -46,7 +46,6 @@ MAX_MODEL_LEN = 16384  # Tokens that the table of pages has room for, in each ro
 DRAFT_VOCABULARY = 32000  # as of the published EAGLE-3 heads
 KERNELS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 EXPERT_KERNELS = {"tpu": "xla", "cuda": "pallas_gpu"}
-QUANTIZED_KERNELS = {"cuda": "pallas_gpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +108,8 @@ TABLE = (
         _XLA,
         {},
         {"kv_cache_dtype": "fp8"},
-        *({"quantization": name} for name in ("fp8", "int8", "int4")),
+        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0")),
+        {"quantization": "int4", "batch": 16},
         _LAID,
         _LONG | _LAID,
         *_PARTS,
@@ -251,7 +251,7 @@ def trace(
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, others=others)
-    kernel = QUANTIZED_KERNELS.get(platform) if cell.attention == "kernel" else None
+    kernel = _quantized_kernel(cell, platform)
     params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization, kernel))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
@@ -289,13 +289,23 @@ def trace(
     )
 
 
+def _quantized_kernel(cell: Cell, platform: str) -> str | None:
+    """Return the kernel that is the default for the quantised matrices of a cell, or None."""
+    if cell.quantization is None or cell.attention == "xla":
+        return None
+    groups, rows = _SCHEMES[cell.quantization].groups, cell.batch * cell.nodes
+    if platform == "tpu" and not (groups and is_multiplied_out(rows, groups[0])):
+        return None
+    return KERNELS[platform]
+
+
 def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = None) -> Params:
     """Return random weights; ``kernel`` multiplies the quantised ones."""
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
         made = functools.partial(
-            quantize, scheme=_SCHEMES[quantization], swapped=kernel is not None
+            quantize, scheme=_SCHEMES[quantization], swapped=kernel == "pallas_gpu"
         )
         narrow = lambda x: for_kernel(made(x), kernel) if x.ndim == 2 else x
         target = target.replace(layers=jax.tree.map(narrow, target.layers))

@@ -21,6 +21,7 @@ from jspec.engine.plan import Plan
 from jspec.engine.profile import Profile
 from jspec.kernels.grouped_matmul.shapes import CASES as EXPERTS
 from jspec.kernels.quantized_matmul.shapes import CASES as MATRICES
+from jspec.kernels.quantized_matmul.shapes import Case
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
@@ -150,8 +151,10 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             program = functools.partial(grouped_matmul, name, EXPERT_KERNELS[platform])
             if platform == "cuda" or not case.groups:
                 programs_by_name[f"grouped_matmul, {name}"] = Program(program)
-        for name in MATRICES if platform == "cuda" else ():
-            program = functools.partial(quantized_matmul, name, kernel)
+        for name, case in MATRICES.items():
+            if platform == "tpu" and case.groups == 1:  # XLA reads them as they are stored
+                continue
+            program = functools.partial(quantized_matmul, case, kernel)
             programs_by_name[f"quantized_matmul, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(platform, None).items()}
     paged = {}
@@ -237,9 +240,9 @@ def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) ->
     return jax.jit(multiply).trace(*put(arrays, weights=True))
 
 
-def quantized_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:
-    """Trace a case of the kernel tests."""
-    arrays = MATRICES[name].arrays()
+def quantized_matmul(case: Case, implementation: str, put: Callable[[Any], Any]) -> Any:
+    """Trace a case of the kernel tests, with its matrix as the kernel takes it."""
+    arrays = case.arrays(-1 if implementation == "pallas_gpu" else -2)
     multiply = functools.partial(ops.quantized_matmul, implementation=implementation)
     return jax.jit(multiply).trace(*put(arrays, weights=True))
 

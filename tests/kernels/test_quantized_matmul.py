@@ -4,19 +4,21 @@ Mosaic GPU's interpreter simulates memory, copies and barriers, and catches race
 layout of registers: the conversions to the operands of wgmma are only compiled.
 """
 
+import functools
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jspec import ops
 from jspec.checkpoints.quantised import on_the_fly
-from jspec.core.quantized import SCHEMES, Factors, Quantized, quantize
+from jspec.core.quantized import KERNEL_ROWS, SCHEMES, Factors, Quantized, Scheme, quantize
 from jspec.core.quantized_rows import ByToken
-from jspec.core.weights import Transposed, as_stored
-from jspec.kernels.quantized_matmul import pallas_gpu, reference, xla
+from jspec.core.weights import Transposed, as_stored, bits_of
+from jspec.kernels.quantized_matmul import pallas_gpu, pallas_tpu, reference, xla
 from jspec.kernels.quantized_matmul.shapes import CASES
 from jspec.models.quantised import ForKernel, by_xla, for_kernel
 
@@ -33,6 +35,13 @@ FORMS = {
     "fp8 by channel": (3, 64, 256, 1, "float8_e4m3fn", None, 1),
     "fp8 in blocks": (16, 64, 256, 2, "float8_e5m2", None, 2),
 }
+# The same, and the dtype of scales.
+TPU_FORMS = {
+    "int4 in groups of 32, a block and a rest": (5, 128, 640, 20, "int4", None, "float16"),
+    "int4 with zeros, outputs of two tiles": (17, 384, 128, 4, "int4", "bfloat16", "bfloat16"),
+    "int8 in groups of 64, two blocks": (1, 128, 2048, 32, "int8", None, "float16"),
+    "fp8 in groups of 128": (3, 128, 256, 2, "float8_e4m3fn", None, "float32"),
+}
 
 
 def arguments(rows, outputs, inputs, groups, values, zeros):
@@ -47,10 +56,15 @@ def arguments(rows, outputs, inputs, groups, values, zeros):
     )
 
 
-def close(result, expected):
+def close(result, expected, tolerance=1e-5):
     """Compare each row by its own largest number."""
     error = np.abs(np.asarray(result) - expected).max(1)
-    np.testing.assert_array_less(error, 1e-5 * np.abs(expected).max(1) + 1e-30)
+    np.testing.assert_array_less(error, tolerance * np.abs(expected).max(1) + 1e-30)
+
+
+def by_input(x, *matrix):
+    """Return arguments with the matrix and its factors transposed."""
+    return x, *(None if array is None else array.T for array in matrix)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -60,8 +74,9 @@ def test_the_reference_and_xla_multiply_the_numbers(name):
     wide = lambda array: np.repeat(np.asarray(array, np.float64), sizes[2] // sizes[3], 1)
     numbers = np.asarray(values, np.float64) - (0 if zeros is None else wide(zeros))
     expected = np.asarray(x, np.float64) @ (numbers * wide(scales)).T
-    close(reference.quantized_matmul(*arrays), expected)
-    close(jax.jit(xla.quantized_matmul)(*arrays), expected)
+    for given in (arrays, by_input(*arrays)):
+        close(reference.quantized_matmul(*given), expected)
+        close(jax.jit(xla.quantized_matmul)(*given), expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -77,14 +92,39 @@ def test_the_kernel_for_hopper_is_the_reference(name):
     assert not gpu_callbacks.get_races().races_found
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_kernel_lowers_at_the_real_size(case):
-    def multiply(*arrays):
-        return ops.quantized_matmul(*arrays, implementation="pallas_gpu")
+@pytest.mark.parametrize("name", TPU_FORMS)
+def test_the_kernel_for_tpus_multiplies_the_matrix_that_the_weight_stands_for(name):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    lowered = jax.jit(multiply).trace(*case.arrays()).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu") >= 1
-    assert lowered.out_info.shape == (case.rows, case.outputs)
+    *sizes, kind = TPU_FORMS[name]
+    x, values, scales, zeros = arguments(*sizes)
+    scales = scales.astype(kind).at[0, 0].set(0).at[1, 0].set(3e-7)  # subnormal in float16
+    arrays = by_input(x, values, scales, zeros)
+    assert pallas_tpu.refusal(*arrays) is None
+    interpret = pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+    result = pallas_tpu.quantized_matmul(*arrays, interpret=interpret)
+    assert not interpret_pallas_call.races.races_found
+    close(result, np.asarray(reference.quantized_matmul(*arrays)), tolerance=0.01)
+    weight = Quantized(arrays[1], Factors(arrays[2]), arrays[3], axis=-2, name="bfloat16")
+    close(result, np.asarray(x, np.float64) @ np.asarray(weight.array(), np.float64))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_kernels_lower_at_the_real_size(case):
+    def multiply(*arrays, implementation):
+        return ops.quantized_matmul(*arrays, implementation=implementation)
+
+    kernels = [
+        ("pallas_gpu", "cuda", -1, "mosaic_gpu"),
+        ("pallas_tpu", "tpu", -2, "tpu_custom_call"),
+    ]
+    for name, platform, axis, call in kernels if case.groups > 1 else kernels[:1]:
+        traced = jax.jit(functools.partial(multiply, implementation=name)).trace(*case.arrays(axis))
+        lowered = traced.lower(lowering_platforms=(platform,))
+        assert lowered.as_text().count(call) >= 1
+        assert lowered.out_info.shape == (case.rows, case.outputs)
 
 
 def test_every_split_has_inputs():
@@ -96,19 +136,29 @@ def test_every_split_has_inputs():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("name", "sizes", "message"),
     [
-        ((3, 64, 128, 1, "uint4", None), "takes values in int4, int8.*, not uint4; convert them"),
-        ((3, 96, 128, 1, "int4", None), "multiple of 64 outputs.* not 96 with groups of 128; pad"),
-        ((3, 64, 96, 3, "int4", None), "not 64 with groups of 32; pad them"),
-        ((3, 64, 128, 8, "int4", None), "groups of 32 or a.* not 64 with groups of 16; pad them"),
-        ((129, 64, 128, 1, "int4", None), "up to 128 rows, not 129; multiply the matrix out"),
+        ("gpu", (3, 64, 128, 1, "uint4"), "takes values in int4, int8.*, not uint4; convert them"),
+        ("gpu", (3, 96, 128, 1, "int4"), "multiple of 64 outputs.* not 96 with groups of 128; pad"),
+        ("gpu", (3, 64, 96, 3, "int4"), "not 64 with groups of 32; pad them"),
+        ("gpu", (3, 64, 128, 8, "int4"), "groups of 32 or a.* not 64 with groups of 16; pad them"),
+        ("gpu", (129, 64, 128, 1, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
+        ("tpu", (3, 128, 128, 4, "uint4"), "takes values in int4, int8.*, not uint4; convert them"),
+        ("tpu", (3, 64, 128, 4, "int4"), "multiples of 128.* not 128 and 64 in groups of 32; pad"),
+        ("tpu", (3, 128, 96, 3, "int4"), "not 96 and 128 in groups of 32; pad them"),
+        ("tpu", (3, 128, 128, 8, "int4"), "groups of 32, 64, 128.* in groups of 16; pad them"),
+        ("tpu", (129, 128, 128, 4, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
     ],
 )
-def test_matrices_that_the_kernel_does_not_take_are_refused(sizes, message):
-    arrays = arguments(*sizes)
+def test_matrices_that_a_kernel_does_not_take_are_refused(name, sizes, message):
+    given = arguments(*sizes, None)
+    swapped = by_input(*given)
+    given, swapped = (given, swapped) if name == "gpu" else (swapped, given)
+    multiply = functools.partial(ops.quantized_matmul, implementation=f"pallas_{name}")
     with pytest.raises(ValueError, match=message):
-        ops.quantized_matmul(*arrays, implementation="pallas_gpu")
+        multiply(*given)
+    with pytest.raises(ValueError, match=r"takes values .* with scales .*; transpose both"):
+        multiply(*swapped)
 
 
 @pytest.fixture
@@ -175,16 +225,37 @@ def test_matrices_that_are_quantised_on_hopper_are_for_the_kernel(hopper):
             np.testing.assert_array_equal(made.array(), quantize(each, scheme).array())
 
 
+@pytest.mark.parametrize("values", ["int4", "int8"])
+def test_a_tpu_gets_its_kernel_where_xla_would_multiply_groups_out(monkeypatch, values):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    matrix = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
+    most = 2.0 ** (bits_of(jnp.dtype(values)) - 1)
+    made = lambda size, **given: quantize(matrix, Scheme("", values, most, (size,)), **given)
+    for size in (32, 64, 128):
+        weight = for_kernel(made(size))
+        assert isinstance(weight, ForKernel)
+        np.testing.assert_array_equal(weight.array(), made(size).array())
+        rows = {size // 2: 0, size // 2 + 1: 1, KERNEL_ROWS: 1, KERNEL_ROWS + 1: 0}
+        assert {count: count_of_kernels(weight, count, "tpu") for count in rows} == rows
+        assert count_of_kernels(by_xla(weight), KERNEL_ROWS, "tpu") == 0
+    others = [made(16), made(32, swapped=True), quantize(matrix, SCHEMES["int8"])]
+    assert all(for_kernel(other) is other for other in others)
+
+
+def count_of_kernels(weight, rows, platform):
+    """Return the kernels in a product of so many rows, lowered for a platform."""
+    x = jax.ShapeDtypeStruct((rows, weight.shape[0]), jnp.bfloat16)
+    traced = jax.jit(ops.linear).trace(x, weight)
+    name = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[platform]
+    return traced.lower(lowering_platforms=(platform,)).as_text().count(name)
+
+
 @pytest.mark.parametrize("rows", [3, 200])
 def test_a_weight_multiplies_few_rows_by_its_kernel_and_others_by_xla(rows):
     matrix = jax.random.normal(jax.random.key(0), (128, 64)).astype(jnp.bfloat16)
     weight = for_kernel(quantize(matrix, SCHEMES["int4"], swapped=True), "pallas_gpu")
-    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
-    kernels = lambda w: (
-        jax.jit(ops.linear).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
-    ).count("mosaic_gpu")
-    assert (kernels(weight) > 0) == (rows == 3)
-    assert kernels(by_xla({"w": weight})["w"]) == 0
-    drawn = jax.random.normal(jax.random.key(1), x.shape).astype(x.dtype)
+    assert (count_of_kernels(weight, rows, "cuda") > 0) == (rows == 3)
+    assert count_of_kernels(by_xla({"w": weight})["w"], rows, "cuda") == 0
+    drawn = jax.random.normal(jax.random.key(1), (rows, 128)).astype(jnp.bfloat16)
     expected = drawn.astype(jnp.float32) @ weight.array().astype(jnp.float32)
     np.testing.assert_allclose(ops.linear(drawn, by_xla(weight)), expected, atol=0.3)
