@@ -22,7 +22,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sharding
-from jspec.core.narrow import LIMITS, Narrow, is_narrow
+from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.types import Array
 
 # The axis of the nodes in all arrays that a pass returns for them: [B, H, N, ...].
@@ -115,18 +115,26 @@ class SlotEntry(Entry):
     def of_nodes(self, batch: int, count: int) -> Self:
         """See ``Entry``: the nodes have slots too."""
 
-        def shape(like: Array) -> jax.ShapeDtypeStruct:
+        def shape(like: Array | Narrow) -> Any:
+            if isinstance(like, Narrow):
+                return like.of_nodes(batch, count)
             sizes = (batch, like.shape[1], count, *like.shape[3:])
             return jax.ShapeDtypeStruct(sizes, like.dtype)
 
-        return jax.tree.map(shape, self)
+        return jax.tree.map(shape, self, is_leaf=lambda x: isinstance(x, Narrow))
 
     def append(self, new: Self, commit: Commit) -> Self:
         """See ``Entry``; all R slots are written without pages, and the first ``count`` with."""
         write = functools.partial(_write_slots, commit)
         if commit.table is not None:
             write = functools.partial(_write_pages, commit, is_divided=self.is_divided)
-        return jax.tree.map(write, self, new)
+
+        def put(buffer: Array | Narrow, fresh: Array | Narrow) -> Array | Narrow:
+            if isinstance(buffer, Narrow):
+                return buffer.append(fresh, commit, write, is_divided=self.is_divided)
+            return write(buffer, fresh)
+
+        return jax.tree.map(put, self, new, is_leaf=lambda x: isinstance(x, Narrow))
 
     def pool(
         self, num_pages: int, page_size: int, dtype: jnp.dtype | None, *, in_bits: bool
@@ -138,14 +146,14 @@ class SlotEntry(Entry):
         """
 
         def empty(like: Array | Narrow) -> Array | Narrow:
-            shape = num_pages, like.shape[1], page_size, *like.shape[3:]
             if isinstance(like, Narrow):
-                return Narrow.zeros(shape, like.format, like.dtype)
+                return like.pool(num_pages, page_size)
+            shape = num_pages, like.shape[1], page_size, *like.shape[3:]
             stored = jnp.dtype((None if self.keeps_dtype else dtype) or like.dtype)
             stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
             return jnp.zeros(shape, stored)
 
-        return jax.tree.map(empty, self, is_leaf=is_narrow)
+        return jax.tree.map(empty, self, is_leaf=lambda x: isinstance(x, Narrow))
 
     def stored_as(self, dtype: str) -> Self:
         """See ``Entry``: a dtype, or a format of ``narrow``, which pools keep.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jspec.core.entries import AttentionKV
+from jspec.core.kv_cache import side_buffers
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
@@ -58,10 +59,11 @@ class Eagle(CachedDrafter):
 
     def _start(self, params, memory, history):
         (width, slots), batch = self._frontier_size, memory.hidden.shape[0]
+        cache = decoder.init_cache(self.config.network, batch, slots)
         frontier = _Frontier(
             hidden=jnp.repeat(memory.hidden, width, 1),
             visible=jnp.zeros((batch, width, slots), bool),
-            side=decoder.init_cache(self.config.network, batch, slots).layers,
+            side=side_buffers(cache, slots),
         )
         return frontier, self._unembed(params, memory.hidden)
 

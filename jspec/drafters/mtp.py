@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 
 from jspec.core.entries import Entry
+from jspec.core.kv_cache import side_buffers
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
@@ -82,10 +83,11 @@ class Mtp(CachedDrafter):
     def _start(self, params, memory, history):
         (width, slots), hidden = self._frontier_size, memory[0].hidden
         batch = hidden.shape[0]
+        cache = head.init_cache(self.config, batch, slots)
         frontier = _Frontier(
             hidden=jnp.repeat(hidden, width, 1),
             visible=tuple(jnp.zeros((batch, width, slots), bool) for _ in memory),
-            side=tuple(head.init_cache(self.config, batch, slots).layers for _ in memory),
+            side=tuple(side_buffers(cache, slots) for _ in memory),
         )
         return frontier, self._unembed(params, 0, hidden)
 

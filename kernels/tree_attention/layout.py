@@ -35,16 +35,10 @@ def refusal(
     tree_k: Array,
     cache_k: Array | Narrow | None,
     dtypes: tuple[str, ...],
-    narrow: tuple[str, ...] = (),
 ) -> str | None:
-    """Return the reason why no kernel takes the arguments, with the remedy, or None.
-
-    ``dtypes`` are those of numbers, and ``narrow`` the formats of caches in 8 bits.
-    """
+    """Return the reason why no kernel takes the arguments, with the remedy, or None."""
     if cache_k is None or cache_k.shape[2] == 0:
         return "needs a cache: a tree alone is one small softmax"
-    if isinstance(cache_k, Narrow) and cache_k.format not in narrow:
-        return f"takes no cache in {cache_k.format} (kv_cache_dtype)"
     if cache_k.dtype.name not in dtypes or tree_k.dtype != cache_k.dtype:
         return (
             f"takes keys and values in {' or '.join(dtypes)}, the tree's like the cache's, not "

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.core.narrow import LIMITS, Narrow
+from jspec.core.narrow import Narrow
 from jspec.kernels.hopper import MULTIPROCESSORS, NO_INDEX, smem, wrong_device
 from jspec.kernels.tree_attention import layout
 from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
@@ -71,7 +71,7 @@ def refusal(
     if isinstance(cache_k, Narrow) and tree_k.shape[2] > MAX_NARROW_NODES:
         nodes = f"up to {MAX_NARROW_NODES} nodes beside a cache in 8 bits, not {tree_k.shape[2]}"
         return f"takes {nodes}; draft fewer, or leave kv_cache_dtype out"
-    return layout.refusal(tree_k, cache_k, ("bfloat16",), tuple(LIMITS))
+    return layout.refusal(tree_k, cache_k, ("bfloat16",))
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -111,7 +111,7 @@ def tree_attention(
     if isinstance(cache_k, Narrow):
         stored, scales = cache_k.format, [cache_k.scales, cache_v.scales]
         cache = [cache_k.values, cache_v.values]
-        cache += [] if scales[0] is None else [x[..., 0] for x in scales]
+        cache += [] if scales[0] is None else [x[:, :, 0] for x in scales]
     # A cache shorter than a block is padded; the last block is pulled back inside the cache.
     cache = [layout.pad_to(x, 2, blocks.slots) if slots < blocks.slots else x for x in cache]
     tree = [layout.pad_to(x, 2, blocks.slots) for x in (tree_k, tree_v)]

@@ -10,7 +10,8 @@ index of the last live one, so nothing is fetched for it. Only blocks at an edge
 masked; slots past ``length`` are never used.
 
 A block of a cache of pages is several pages side by side. The pool is passed once for each of them,
-and the table of pages is prefetched too.
+and the table of pages is prefetched too. Scales of int8, rows of lanes, multiply the columns of the
+scores and of the weights, so keys and values are read as whole numbers.
 """
 
 import dataclasses
@@ -34,7 +35,6 @@ Array = jax.Array
 SLOTS_BY_ROWS = ((64, 2048), (128, 1024), (512, 512))
 TILE_ROWS = SLOTS_BY_ROWS[-1][0]
 CORES = 2  # cores of a chip that share the grid (v4, v5p)
-NARROW = ("float8_e4m3fn", "float8_e5m2")  # formats of caches in 8 bits
 MAX_TREE_KEYS = 1024  # they are read as one block
 
 
@@ -74,7 +74,7 @@ def refusal(
         return f"takes up to {MAX_TREE_KEYS} tree keys, not {tree_k.shape[2]}; feed fewer at a time"
     if q.dtype == jnp.float64:
         return "computes in float32, but q is float64; cast it"
-    return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"), NARROW)
+    return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"))
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -118,7 +118,9 @@ def tree_attention(
         tree_k, tree_v = (layout.pad_to(x, 2, 8) for x in (tree_k, tree_v))
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
     stored = cache_k.format if isinstance(cache_k, Narrow) else None
-    cache = [x.values if isinstance(x, Narrow) else x for x in cache]
+    if stored is not None:
+        scales = [x.scales for x in cache if x.scales is not None]
+        cache = [*(x.values for x in cache), *scales]
     if not interpret:  # else XLA may move the entire cache into vector memory
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     mixed, log_total = _call(
@@ -158,18 +160,26 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged,
     def cache_block(b, h, _, c, s, *scalars):
         return b, h, block_index(b, c, s, *scalars[:3]), 0
 
+    def scales_block(b, h, _, c, s, *scalars):
+        return b, h, 0, block_index(b, c, s, *scalars[:3])
+
     def page_of(part, b, h, _, c, s, *scalars):
         column = block_index(b, c, s, *scalars[:3]) * parts + part
         return scalars[-1][b * most + jnp.minimum(column, most - 1)], h, 0, 0
 
     of_row = lambda width: pl.BlockSpec((None, tile, width), lambda b, _, t, *__: (b, t, 0))
     of_tree = pl.BlockSpec((None, None, tree_keys, dim), lambda b, h, *_: (b, h, 0, 0))
-    of_cache = [pl.BlockSpec((None, None, blocks.slots, dim), cache_block)]
-    if table is not None:
-        of_cache = [
-            pl.BlockSpec((None, None, page, dim), functools.partial(page_of, part))
+
+    def of_pages(*shape):
+        return [
+            pl.BlockSpec((None, None, *shape), functools.partial(page_of, part))
             for part in range(parts)
         ]
+
+    of_cache = [pl.BlockSpec((None, None, blocks.slots, dim), cache_block)]
+    of_scales = [pl.BlockSpec((None, None, 1, blocks.slots), scales_block)]
+    if table is not None:
+        of_cache, of_scales = of_pages(page, dim), of_pages(1, cache[-1].shape[3])
     of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
     widths = (dim, 1) if is_merged else (dim,)
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
@@ -194,8 +204,8 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged,
                 *([of_row(1)] if window is not None else []),
                 of_tree,
                 of_tree,
-                *of_cache,
-                *of_cache,
+                *of_cache * 2,
+                *of_scales * (len(cache) - 2),
             ],
             out_specs=[
                 pl.BlockSpec(
@@ -211,7 +221,7 @@ def _call(span, by_row, tree, cache, table, blocks, window, soft_cap, is_merged,
         cost_estimate=_cost(by_row[0], tree[0], batch * slots, slots + tree_keys),
         interpret=interpret,
         name="tree_attention",
-    )(*scalars, *by_row, *tree, *[cache[0]] * parts, *[cache[1]] * parts)
+    )(*scalars, *by_row, *tree, *(x for x in cache for _ in range(parts)))
     return results if is_merged else (*results, None)
 
 
@@ -229,28 +239,37 @@ def _cost(rows: Array, tree_k: Array, num_slots: int, keys: int) -> pl.CostEstim
 
 def _kernel(*refs, num_scalars, parts, slots, window, soft_cap, stored):
     """Attend to one block of one split; a block of the cache has several ``parts``."""
-    joined = functools.partial(_joined, stored=stored)
     first, count, share, length, seen_by_all = refs[:5]
     q, words, *refs = refs[num_scalars:]
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     tree_k, tree_v, *refs = refs
-    k, v, refs = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
-    out, *log_total, peak, total, mixed = refs
+    arrays = 4 if stored == "int8" else 2  # Keys, values and the scales of both.
+    k, v, *scales = (refs[index * parts :][:parts] for index in range(arrays))
+    out, *log_total, peak, total, mixed = refs[arrays * parts :]
+    numbers = functools.partial(_joined, dtype=q.dtype, stored=stored)
     row, split, step = pl.program_id(0), pl.program_id(3), pl.program_id(4)
     index = split * share[row] + step
     start = (first[row] + index) * slots
 
-    def scores_of(keys):
+    def scores_of(keys, factors=None):
         scores = _dot(q[...], keys, contract_last=True)
+        scores = scores if factors is None else scores * factors
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
-    def accumulate(scores, values):
+    def accumulate(scores, values, factors=None):
         new_peak = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
         weights = jnp.exp(scores - new_peak)
         decay = jnp.exp(peak[...] - new_peak)
         peak[...] = new_peak
         total[...] = decay * total[...] + weights.sum(-1, keepdims=True)
+        weights = weights if factors is None else weights * factors
         mixed[...] = decay * mixed[...] + _dot(weights.astype(values.dtype), values)
+
+    def read_block():
+        """Return the scores, the values and the values' scales of a block of the cache."""
+        rows = [_joined([x[:, : slots // parts] for x in each], axis=1) for each in scales]
+        of_keys, of_values = rows or (None, None)
+        return scores_of(numbers(k), of_keys), numbers(v), of_values
 
     @pl.when(step == 0)
     def _():
@@ -268,18 +287,22 @@ def _kernel(*refs, num_scalars, parts, slots, window, soft_cap, stored):
 
     @pl.when(live & inside)
     def _():
-        accumulate(scores_of(joined(k, q.dtype)), joined(v, q.dtype))
+        scores, values, factors = read_block()
+        accumulate(scores, values, factors)
 
     @pl.when(live & ~inside)
     def _():
-        scores, values = scores_of(joined(k, q.dtype)), joined(v, q.dtype)
+        scores, values, factors = read_block()
         slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         seen = slot < length[row]
         if window is not None:
             seen &= slot > positions[...] - window
         stored = start + lax.broadcasted_iota(jnp.int32, values.shape, 0) < length[row]
         values = jnp.where(stored, values.astype(jnp.float32), 0.0).astype(values.dtype)
-        accumulate(jnp.where(seen, scores, MASKED), values)
+        if factors is not None:
+            slot = start + lax.broadcasted_iota(jnp.int32, factors.shape, 1)
+            factors = jnp.where(slot < length[row], factors, 0.0)
+        accumulate(jnp.where(seen, scores, MASKED), values, factors)
 
     @pl.when(step == pl.num_programs(4) - 1)
     def _():
@@ -290,15 +313,17 @@ def _kernel(*refs, num_scalars, parts, slots, window, soft_cap, stored):
             log_total[0][...] = jnp.where(visible, peak[...] + jnp.log(divisor), MASKED)
 
 
-def _joined(parts: list, dtype: jnp.dtype, stored: str | None) -> Array:
-    """Return the slots of a block, side by side; bits of a format ``stored`` as numbers."""
+def _joined(
+    parts: list, dtype: jnp.dtype | None = None, stored: str | None = None, axis: int = 0
+) -> Array:
+    """Return the parts of a block side by side; bits of a format ``stored`` as numbers."""
 
     def read(part: Any) -> Array:
         values = part[...]
         return values if stored is None else pltpu.bitcast(values, jnp.dtype(stored)).astype(dtype)
 
     wide = [*map(read, parts)]
-    return wide[0] if len(wide) == 1 else jnp.concatenate(wide)
+    return wide[0] if len(wide) == 1 else jnp.concatenate(wide, axis)
 
 
 def _bits(words: Array, count: int) -> Array:

@@ -3,7 +3,6 @@
 The running softmax is that of Milakov and Gimelshein (arXiv 1805.02867).
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -131,10 +130,15 @@ def join_slots(
 ) -> Softmax:
     """Add block ``index`` of a contiguous cache (k, v), ``size`` slots wide, to a softmax."""
     # The last block is pulled back inside the buffer; repeated slots are masked.
-    start = jnp.minimum(index * size, cache[0].shape[2] - size)
+    capacity = cache[0].shape[2]
+    start = jnp.minimum(index * size, capacity - size)
     slots = start + jnp.arange(size)
     mask = rows.spread(prefix.mask_of(slots) & (slots >= index * size))
-    part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
+
+    def part(x: Array) -> Array:
+        # Slots are axis 2, but the last one of scales (``Narrow``).
+        return lax.dynamic_slice_in_dim(x, start, size, axis=x.shape.index(capacity, 2))
+
     keys, values = map(numbers, jax.tree.map(part, cache))
     return join(softmax, rows.scores(keys, mask), values)
 

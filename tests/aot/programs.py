@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
 from jspec.core.filters import FILTERS
+from jspec.core.narrow import Narrow
 from jspec.core.types import Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.engine import pages, slots
@@ -144,6 +145,10 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
                 programs_by_name[f"tree_attention, {name}, {dtype}"] = Program(program)
                 program = functools.partial(program, pages=True)
                 programs_by_name[f"tree_attention, {name}, {dtype}, pages"] = Program(program)
+        program = functools.partial(
+            attention, "a chain of 4", kernel, "bfloat16", pages=True, stored="int8"
+        )
+        programs_by_name["tree_attention, a chain of 4, int8, pages"] = Program(program)
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
@@ -193,9 +198,18 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
 
 
 def attention(
-    name: str, implementation: str, dtype: str, put: Callable[[Any], Any], *, pages: bool = False
+    name: str,
+    implementation: str,
+    dtype: str,
+    put: Callable[[Any], Any],
+    *,
+    pages: bool = False,
+    stored: str | None = None,
 ) -> Any:
-    """Trace a case of the kernel tests, over a long cache, contiguous or in pages."""
+    """Trace a case of the kernel tests, over a long cache, contiguous or in pages.
+
+    ``stored`` is the format of a cache in 8 bits.
+    """
     case = CASES[name]
     queries, kv_heads, features = case.heads
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((KERNEL_BATCH, *shape), dtype)
@@ -205,6 +219,8 @@ def attention(
     if pages:
         shape = KERNEL_BATCH * most + 1, kv_heads, PAGE_SIZE, features
         cache, table = jax.ShapeDtypeStruct(shape, dtype), array(most, dtype="int32")
+    if stored is not None:
+        cache = jax.eval_shape(lambda: Narrow.zeros(cache.shape, stored, jnp.dtype(dtype)))
     arrays = (
         array(queries, case.nodes, features),
         tree,

@@ -76,7 +76,7 @@ def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
         pool = each.stored_as("int8").pool(5, 4, jnp.bfloat16, in_bits=True)
         assert isinstance(pool.k, Narrow)
         assert (pool.k.values.dtype, pool.k.dtype) == (jnp.int8, jnp.float32)
-        assert pool.k.scales.shape == (5, each.k.shape[1], 4, 1)
+        assert pool.k.scales.shape == (5, each.k.shape[1], 1, 128)
         plain = each.stored_as("float32").pool(5, 4, jnp.bfloat16, in_bits=True)
         assert plain.k.dtype == jnp.float32
         assert each.pool(5, 4, jnp.bfloat16, in_bits=True).k.dtype == jnp.uint16

@@ -1,8 +1,10 @@
 """Random cases of tree attention, contiguous and in pages."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import trees
+from jspec.core.narrow import LANES, Narrow
 
 
 def random_case(
@@ -69,3 +71,18 @@ def in_pages(case, page, *, seed=0):
     for row, length in enumerate(case["length"]):
         table[row, -(-int(length) // page) :] = 0  # as the engine leaves it
     return paged, table
+
+
+def in_8_bits(case, name, dtype):
+    """Return a case whose cache has a format of ``core.narrow``, for numbers of ``dtype``."""
+    has_pages = len(case["cache_k"]) != len(case["q"])
+
+    def stored(x):
+        nodes = Narrow.of(jnp.asarray(x), name, jnp.dtype(dtype))
+        if nodes.scales is None:
+            return nodes
+        unused = -x.shape[2] % LANES if has_pages else 0
+        rows = jnp.pad(nodes.scales.swapaxes(2, 3), [*[(0, 0)] * 3, (0, unused)])
+        return nodes.replace(scales=rows)
+
+    return case | {x: stored(case[x]) for x in ("cache_k", "cache_v")}

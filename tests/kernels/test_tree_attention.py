@@ -18,11 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jspec import ops
 from jspec.core import trees
-from jspec.core.narrow import LIMITS, Narrow
+from jspec.core.narrow import LIMITS
 from jspec.core.weights import Transposed
 from jspec.kernels.tree_attention import cpu_sizes, pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 from jspec.kernels.tree_attention.shapes import CASES
-from tests.kernels.attention import in_pages, random_case
+from tests.kernels.attention import in_8_bits, in_pages, random_case
 
 SLOTS = 112
 LENGTHS = (0, 61, SLOTS)  # an empty cache, an odd length, a full cache
@@ -207,10 +207,7 @@ def test_the_kernel_for_hopper_widens_a_cache_in_8_bits(name, module, page):
     arrays, options = random_case(4, 2, 32, 9, 9, 192, lengths, dtype=ml_dtypes.bfloat16)
     if page is not None:
         arrays, options["table"] = in_pages(arrays, page)
-    arrays |= {
-        x: Narrow.of(jnp.asarray(arrays[x]), name, jnp.dtype(jnp.bfloat16))
-        for x in ("cache_k", "cache_v")
-    }
+    arrays = in_8_bits(arrays, name, jnp.bfloat16)
     blocks = module.Blocks(2, weights_in_registers=False)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     attend = functools.partial(module.tree_attention.__wrapped__, **options, scale=0.3)

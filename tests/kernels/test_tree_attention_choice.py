@@ -14,7 +14,7 @@ from jspec.core import trees
 from jspec.core.narrow import LIMITS, Narrow
 from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu
 from jspec.kernels.tree_attention.shapes import CASES
-from tests.kernels.attention import in_pages, random_case
+from tests.kernels.attention import in_8_bits, in_pages, random_case
 
 CUDA_OR_TPU = {"pallas_tpu": ("tpu", "tpu_custom_call"), "pallas_gpu": ("cuda", "mosaic_gpu")}
 
@@ -60,8 +60,9 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype, page):
     assert lowered.out_info.shape == (batch, queries, case.nodes, features)
 
 
+@pytest.mark.parametrize("kernel", CUDA_OR_TPU)
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_kernel_for_hopper_takes_pages_in_8_bits(name):
+def test_the_kernels_take_pages_in_8_bits(name, kernel):
     shape, pool = jax.ShapeDtypeStruct, (33, 8, 64, 128)
     node = shape((2, 8, 5, 128), jnp.bfloat16)
     cache = jax.eval_shape(lambda: Narrow.zeros(pool, name, jnp.dtype(jnp.bfloat16)))
@@ -70,12 +71,13 @@ def test_the_kernel_for_hopper_takes_pages_in_8_bits(name):
 
     def attend(q, node, words, cache, length, table):
         return ops.attention(
-            q, node, node, words, cache, cache, length, table=table, implementation="pallas_gpu"
+            q, node, node, words, cache, cache, length, table=table, implementation=kernel
         )
 
     q = shape((2, 32, 5, 128), jnp.float32)
     traced = jax.jit(attend).trace(q, node, words, cache, length, table)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    platform, call = CUDA_OR_TPU[kernel]
+    assert call in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_small_batches_share_a_prefix_among_several_programs():
@@ -153,6 +155,9 @@ def test_the_gpu_kernel_is_the_default_where_figures_speak_for_it(
     ("changes", "page", "kind", "is_default"),
     [
         ({}, 64, "TPU v6 lite", True),
+        ({"stored": "int8"}, 64, "TPU v6 lite", True),
+        ({"stored": "float8_e4m3fn"}, 64, "TPU v6 lite", True),
+        ({"stored": "int8"}, 16, "TPU v6 lite", False),
         ({"nodes": 512, "keys": 512}, 16, "TPU7x", True),
         ({"nodes": 1025, "keys": 1025}, 64, "TPU7x", False),
         ({"dtype": np.float32}, 64, "TPU v6 lite", False),
@@ -164,9 +169,13 @@ def test_the_tpu_kernel_is_the_default_over_pages_where_compiled_bytes_speak_for
     changes, page, kind, is_default, monkeypatch
 ):
     sizes = dict(heads=4, kv_heads=2, dim=64, nodes=5, keys=5, slots=128, dtype=ml_dtypes.bfloat16)
-    arrays, table = random_case(**sizes | changes, lengths=[0, 5])[0], None
+    stored = changes.get("stored")
+    given = {key: value for key, value in changes.items() if key != "stored"}
+    arrays, table = random_case(**sizes | given, lengths=[0, 5])[0], None
     if page is not None:
         arrays, table = in_pages(arrays, page)
+    if stored is not None:
+        arrays = in_8_bits(arrays, stored, jnp.bfloat16)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     arguments = arrays["q"], arrays["tree_k"], arrays["cache_k"], table

@@ -9,9 +9,8 @@ import pytest
 
 from jspec import ops
 from jspec.core import trees
-from jspec.core.narrow import Narrow
 from jspec.kernels.tree_attention import cpu_sizes, pallas_tpu, xla, xla_cpu
-from tests.kernels.attention import in_pages
+from tests.kernels.attention import in_8_bits, in_pages
 from tests.kernels.test_tree_attention import CLOSE, expected, simulated, small_case
 
 
@@ -50,6 +49,7 @@ def test_a_sink_is_a_key_of_value_zero_that_every_node_sees(soft_cap):
         (xla, "float8_e5m2"),
         (xla_cpu, "int8"),
         (xla_cpu, "float8_e4m3fn"),
+        (pallas_tpu, "int8"),
         (pallas_tpu, "float8_e4m3fn"),
         (pallas_tpu, "float8_e5m2"),
     ],
@@ -60,10 +60,23 @@ def test_a_cache_in_8_bits_is_the_cache_of_its_numbers(module, name, page, monke
     arrays = arrays | {x: np.minimum(arrays[x], 9) for x in ("cache_k", "cache_v")}
     if page is not None:
         arrays, options["table"] = in_pages(arrays, page)
-    for x in ("cache_k", "cache_v"):
-        arrays[x] = Narrow.of(jnp.asarray(arrays[x]), name, np.dtype(np.float32))
+    arrays = in_8_bits(arrays, name, np.float32)
     settings = dict(interpret=simulated()) if module is pallas_tpu else {}
     attend = getattr(module.tree_attention, "__wrapped__", module.tree_attention)
     result = jax.jit(functools.partial(attend, **options, **settings))(*arrays.values())
     numbers = arrays | {x: arrays[x].numbers() for x in ("cache_k", "cache_v")}
     np.testing.assert_allclose(result, expected(numbers, options), **CLOSE)
+
+
+def test_the_kernel_for_tpu_uses_no_scale_past_the_length():
+    arrays, options = small_case(96, None, [0, 41, 96])
+    arrays = in_8_bits(arrays, "int8", np.float32)
+    numbers = arrays | {x: arrays[x].numbers() for x in ("cache_k", "cache_v")}
+    result = expected(numbers, options)
+    for x in ("cache_k", "cache_v"):
+        unused = np.arange(96) >= arrays["length"][:, None, None, None]
+        scales = jnp.where(unused, jnp.nan, arrays[x].scales)
+        arrays[x] = arrays[x].replace(scales=scales)
+    attend = functools.partial(pallas_tpu.tree_attention.__wrapped__, **options)
+    by_kernel = jax.jit(functools.partial(attend, interpret=simulated()))(*arrays.values())
+    np.testing.assert_allclose(by_kernel, result, **CLOSE)
