@@ -136,25 +136,6 @@ class SlotEntry(Entry):
 
         return jax.tree.map(put, self, new, is_leaf=lambda x: isinstance(x, Narrow))
 
-    def pool(
-        self, num_pages: int, page_size: int, dtype: jnp.dtype | None, *, in_bits: bool
-    ) -> Self:
-        """Return an empty pool of pages, in ``dtype`` unless it is None or ``keeps_dtype``.
-
-        ``in_bits`` stores bfloat16 as uint16: XLA's CPU backend would convert the entire pool in
-        every read and write.
-        """
-
-        def empty(like: Array | Narrow) -> Array | Narrow:
-            if isinstance(like, Narrow):
-                return like.pool(num_pages, page_size)
-            shape = num_pages, like.shape[1], page_size, *like.shape[3:]
-            stored = jnp.dtype((None if self.keeps_dtype else dtype) or like.dtype)
-            stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
-            return jnp.zeros(shape, stored)
-
-        return jax.tree.map(empty, self, is_leaf=lambda x: isinstance(x, Narrow))
-
     def stored_as(self, dtype: str) -> Self:
         """See ``Entry``: a dtype, or a format of ``narrow``, which pools keep.
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core.entries import Entry
+from jspec.core.entries import Entry, SlotEntry
 from jspec.core.kv_cache import KVCache
+from jspec.core.narrow import Narrow
 from jspec.core.types import Array
 
 
@@ -46,6 +47,31 @@ def kinds(caches: Iterable[KVCache]) -> tuple[int | None, ...]:
     return widest if sizes and None not in windows else (None, *widest)
 
 
+def pool_of(
+    entry: SlotEntry,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype | None,
+    *,
+    in_bits: bool,
+) -> SlotEntry:
+    """Return an empty pool of pages, in ``dtype`` unless it is None or the entry ``keeps_dtype``.
+
+    ``in_bits`` stores bfloat16 as uint16: XLA's CPU backend would convert the entire pool in every
+    read and write.
+    """
+
+    def empty(like: Array | Narrow) -> Array | Narrow:
+        if isinstance(like, Narrow):
+            return like.pool(num_pages, page_size)
+        shape = num_pages, like.shape[1], page_size, *like.shape[3:]
+        stored = jnp.dtype((None if entry.keeps_dtype else dtype) or like.dtype)
+        stored = jnp.uint16 if in_bits and stored == jnp.bfloat16 else stored
+        return jnp.zeros(shape, stored)
+
+    return jax.tree.map(empty, entry, is_leaf=lambda x: isinstance(x, Narrow))
+
+
 def allocate_pool(
     cache: KVCache,
     num_pages: Sequence[int],
@@ -56,11 +82,11 @@ def allocate_pool(
 ) -> tuple[Entry | None, ...]:
     """Return empty pools for the layers of ``cache``; None for an entry without pages.
 
-    ``num_pages`` are those of each of the ``kinds``. See ``SlotEntry.pool`` for the other
+    ``num_pages`` are those of each of the ``kinds``. See ``pool_of`` for the other
     arguments. The entries of ``cache`` may be shapes.
     """
     return tuple(
-        entry.pool(num_pages[cache.kind_of(layer)], page_size, dtype, in_bits=in_bits)
+        pool_of(entry, num_pages[cache.kind_of(layer)], page_size, dtype, in_bits=in_bits)
         if entry.has_pages
         else None
         for layer, entry in enumerate(cache.layers)

@@ -13,6 +13,7 @@ from jspec.api.backends import Backends
 from jspec.core import kv_cache, trees
 from jspec.core.entries import AttentionKV
 from jspec.core.narrow import LIMITS, Narrow
+from jspec.core.paging import pool_of
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.engine import Engine
@@ -73,13 +74,13 @@ def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
     entry = AttentionKV.empty(2, 2, 8, 16, jnp.float32)
     latent = LatentKV.empty(2, 8, 24, jnp.float32)
     for each in (entry, latent):
-        pool = each.stored_as("int8").pool(5, 4, jnp.bfloat16, in_bits=True)
+        pool = pool_of(each.stored_as("int8"), 5, 4, jnp.bfloat16, in_bits=True)
         assert isinstance(pool.k, Narrow)
         assert (pool.k.values.dtype, pool.k.dtype) == (jnp.int8, jnp.float32)
         assert pool.k.scales.shape == (5, each.k.shape[1], 1, 128)
-        plain = each.stored_as("float32").pool(5, 4, jnp.bfloat16, in_bits=True)
+        plain = pool_of(each.stored_as("float32"), 5, 4, jnp.bfloat16, in_bits=True)
         assert plain.k.dtype == jnp.float32
-        assert each.pool(5, 4, jnp.bfloat16, in_bits=True).k.dtype == jnp.uint16
+        assert pool_of(each, 5, 4, jnp.bfloat16, in_bits=True).k.dtype == jnp.uint16
 
 
 @pytest.mark.parametrize("name", FORMATS)
