@@ -83,8 +83,12 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
-# The blocks of GGUF's Q4_0, too.
-_SCHEMES = SCHEMES | {"q4_0": Scheme("q4_0", "int4", 8.0, (32,))}
+# The blocks of GGUF's Q4_0, too, and those of gpt-oss, in which experts alone are.
+_MXFP4 = "mxfp4"
+_SCHEMES = SCHEMES | {
+    "q4_0": Scheme("q4_0", "int4", 8.0, (32,)),
+    _MXFP4: Scheme(_MXFP4, "float4_e2m1fn", 6.0, (32,)),
+}
 _8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
 
 
@@ -95,6 +99,7 @@ def _cells(device: str, *changes: dict[str, Any]) -> tuple[Cell, ...]:
 
 _XLA, _PLAIN, _ONE = {"attention": "xla"}, {"nodes": 1}, {"batch": 1}
 _MOE, _HYBRID = {"model": "qwen3-30b-a3b"}, {"model": "qwen3.5-35b-a3b"}
+_NARROW = _MOE | {"quantization": "int4"}, {"model": "gpt-oss-20b", "quantization": _MXFP4}
 _LONG, _LAID, _70B = {"batch": 32, "context": 8192}, {"layouts": True}, {"model": "llama-70b"}
 _PARTS = {"tp": 4} | _LAID, {"tp": 8, "draft_tp": 8} | _LAID
 TABLE = (
@@ -151,6 +156,7 @@ TABLE = (
         *({"tp": tp, "draft_tp": tp} for tp in (4, 8)),
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE | _XLA, _ONE, _XLA, {}, {"tp": 4})),
         *(_HYBRID | change for change in (_ONE, {})),
+        *(model | change for model in _NARROW for change in (_ONE, {})),
     ),
 )
 
@@ -191,6 +197,8 @@ class Placing:
             if keys[1:] in whose:
                 place = NamedSharding(self.mesh, whose[keys[1:]].spec)
             if isinstance(leaf, Weight):
+                if self.mesh is None:
+                    return self.whole(leaf)
                 leaf, placement = as_divided(leaf, Placement(place))
                 return jax.tree.map(lambda x: _on(x, placement.of_part(x.shape, 2).sharding), leaf)
             layout = layouts.of(self._kind, keys, self._count) if leaf.ndim == 2 else None
@@ -307,11 +315,31 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
         made = functools.partial(
             quantize, scheme=_SCHEMES[quantization], swapped=kernel == "pallas_gpu"
         )
-        narrow = lambda x: for_kernel(made(x), kernel) if x.ndim == 2 else x
-        target = target.replace(layers=jax.tree.map(narrow, target.layers))
+        of_stacks = quantization == _MXFP4
+        narrow = functools.partial(_narrow, made, kernel, of_stacks=of_stacks)
+        layers = jax.tree_util.tree_map_with_path(narrow, target.layers)
+        target = target.replace(layers=layers)
     if isinstance(plan.drafter, NoDrafter):
         return Params(target, None)
     return Params(target, eagle.init_params(key, plan.drafter.config, dtype=jnp.bfloat16))
+
+
+def _narrow(
+    made: Callable[..., Weight],
+    kernel: str | None,
+    path: tuple,
+    x: jax.Array,
+    *,
+    of_stacks: bool,
+) -> jax.Array | Weight:
+    """Return the array of a layer quantised; ``of_stacks`` is for experts alone, in MXFP4."""
+    if x.ndim < 2 + of_stacks or path[-1].name == "router":
+        return x
+    weight = made(x)
+    if of_stacks:  # The scales are powers of two.
+        powers = lambda x: x.astype(jnp.float8_e8m0fnu) if x.dtype == jnp.bfloat16 else x
+        weight = jax.tree.map(powers, weight)
+    return for_kernel(weight, kernel)
 
 
 def _minimum(cell: Cell, plan: Plan, params: Params) -> int:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jspec.models import decoder
 from jspec.models.blocks.delta_rule import DeltaRule
-from jspec.models.blocks.experts import Experts
+from jspec.models.blocks.experts import ClampedSwiglu, Experts
 from jspec.models.blocks.rope import RopeConfig
 from tests import networks
 from tests.aot.programs import ACCELERATOR
@@ -43,6 +43,16 @@ _LLAMA = dict(
     rope=RopeConfig(500000.0, "llama3", 8.0, 8192),
 )
 _A3B = Experts(128, 8, 768, scoring="softmax", selection_bias=False)
+_GPT_OSS = Experts(
+    32,
+    4,
+    2880,
+    scoring="softmax",
+    selection_bias=False,
+    router_bias=True,
+    expert_bias=True,
+    swiglu=ClampedSwiglu(1.702, 7.0),
+)
 MODELS = {
     "llama-8b": Model(32, _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_heads=32)),
     "llama-70b": Model(80, _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_heads=64)),
@@ -101,5 +111,23 @@ MODELS = {
         ),
         num_others=30,
         states=DeltaRule(32, 16, key_dim=128, head_dim=128),
+    ),
+    "gpt-oss-20b": Model(
+        24,
+        dict(
+            vocab_size=201088,
+            hidden_size=2880,
+            feed_forward=_GPT_OSS,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            qkv_bias=True,
+            output_bias=True,
+            has_sinks=True,
+            norm_eps=1e-5,
+            rope=RopeConfig(150000.0),
+        ),
+        num_others=12,
+        window=128,
     ),
 }
