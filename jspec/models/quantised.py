@@ -10,15 +10,28 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec import ops, sharding
-from jspec.core.quantized import KERNEL_ROWS, Quantized
+from jspec.core.quantized import KERNEL_ROWS, Factors, Quantized
 from jspec.core.types import Array
 from jspec.core.weights import Transposed, Weight, as_stored, bits_of
 from jspec.sharding.placement import Placement
 
 
 @struct.dataclass
+class Bits(Factors):
+    """Factors in float16 as their bits in int16: kernels of TPUs load no numbers of float16."""
+
+    def numbers(self) -> Array:
+        """Return the inner factors in float16."""
+        return lax.bitcast_convert_type(self.inner, jnp.float16)
+
+    def array(self, axis: int) -> Array:
+        """See ``Factors``."""
+        return Factors(self.numbers(), self.outer).array(axis)
+
+
+@struct.dataclass
 class ForKernel(Quantized):
-    """A quantised matrix of bfloat16 numbers, without minima and outer factors.
+    """A quantised matrix of bfloat16 numbers, without outer factors of scales.
 
     Or a stack of them, [E, O, I].
 
@@ -38,9 +51,11 @@ class ForKernel(Quantized):
         outputs, inputs = axes if self.axis == -1 else axes[::-1]
 
         def multiply(rows: Array, part: Quantized) -> Array:
-            out = ops.quantized_matmul(
-                rows, part.values, part.scales.inner, part.zeros, implementation=name
-            )
+            scales = part.scales
+            numbers = scales.numbers() if isinstance(scales, Bits) else scales.inner
+            out = ops.quantized_matmul(rows, part.values, numbers, part.zeros, implementation=name)
+            if part.minima is not None:
+                out = out + _product_of_minima(rows, part)
             return out if inputs is None else lax.psum(out, inputs)
 
         def division(x: Array) -> PartitionSpec:
@@ -86,6 +101,9 @@ def for_kernel(
         return weight
     is_swapped = isinstance(weight, Transposed)
     fields = _fields(_signed(weight.stored if is_swapped else weight))
+    scales = fields["scales"]
+    if not is_swapped and scales.inner.dtype == jnp.float16:
+        fields["scales"] = Bits(lax.bitcast_convert_type(scales.inner, jnp.int16))
     made = ForKernel(**fields, implementation=implementation, spec=_spec(placement))
     return Transposed(made) if is_swapped else made
 
@@ -96,7 +114,7 @@ def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
     stored, axis = (weight.stored, -1) if is_swapped else (weight, -2)
     if type(stored) is not Quantized or stored.axis != axis or stored.name != "bfloat16":
         return False
-    if stored.code or not (stored.minima is stored.scales.outer is None):
+    if stored.code or stored.scales.outer is not None:
         return False
     signed = jax.eval_shape(_signed, stored)
     stack, scales = signed.shape[:-2], signed.scales.inner
@@ -142,6 +160,14 @@ def by_xla(params: Any) -> Any:
         return leaf.replace(implementation="xla") if is_kernels else leaf
 
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, ForKernel))
+
+
+def _product_of_minima(rows: Array, weight: Quantized) -> Array:
+    """Return the product of rows [T, I] with the minima of groups."""
+    minima = weight.minima.array(weight.axis)
+    minima = minima if weight.axis == -2 else minima.T
+    rounded = rows.astype(weight.dtype).astype(jnp.float32)
+    return ops.linear(rounded.reshape(len(rows), len(minima), -1).sum(-1), minima)
 
 
 def _spec(placement: Placement | None) -> PartitionSpec:

@@ -24,7 +24,7 @@ ROW_MULTIPLE = 16  # rows of a tile of bfloat16
 LANES = 128
 SIZES = (32, 64, 128)  # inputs of a group
 BLOCK_GROUPS = 16  # groups of a block; their factors of two bytes fill a tile
-VALUES = ("int4", "int8", "float8_e4m3fn", "float8_e5m2")
+VALUES = ("int4", "uint4", "int8", "float8_e4m3fn", "float8_e5m2")
 FACTORS = ("bfloat16", "float16", "float32")
 OTHER_BYTES = 8 << 20  # vector memory of a block in float32, and of the compiler
 
@@ -130,7 +130,8 @@ def _kernel(x, values, scales, *refs, size):
 
     rest = inputs // size - count * BLOCK_GROUPS
     out[...] = product(jnp.int32(count), rest) if rest else jnp.zeros_like(out)
-    lax.fori_loop(0, count, turn, None)
+    if count:
+        lax.fori_loop(0, count, turn, None)
 
 
 def _in_float32(factors: Array) -> Array:

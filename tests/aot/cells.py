@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from jspec.core import entries
-from jspec.core.quantized import SCHEMES, Scheme, is_multiplied_out, quantize
+from jspec.core.quantized import SCHEMES, Factors, Scheme, is_multiplied_out, quantize
 from jspec.core.types import Params
 from jspec.core.weights import Weight, size_of
 from jspec.drafters import Eagle
@@ -83,10 +83,11 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
-# The blocks of GGUF's Q4_0, too, and those of gpt-oss, in which experts alone are.
+# The blocks of GGUF's Q4_0 and Q4_1, too, and those of gpt-oss, in which experts alone are.
 _MXFP4 = "mxfp4"
 _SCHEMES = SCHEMES | {
     "q4_0": Scheme("q4_0", "int4", 8.0, (32,)),
+    "q4_1": Scheme("q4_1", "uint4", 15.0, (32,)),
     _MXFP4: Scheme(_MXFP4, "float4_e2m1fn", 6.0, (32,)),
 }
 _8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
@@ -113,7 +114,7 @@ TABLE = (
         _XLA,
         {},
         *({"kv_cache_dtype": name} for name in ("fp8", "int8")),
-        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0")),
+        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0", "q4_1")),
         {"quantization": "int4", "batch": 16},
         _LAID,
         _LONG | _LAID,
@@ -312,9 +313,7 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
-        made = functools.partial(
-            quantize, scheme=_SCHEMES[quantization], swapped=kernel == "pallas_gpu"
-        )
+        made = functools.partial(_made, name=quantization, swapped=kernel == "pallas_gpu")
         of_stacks = quantization == _MXFP4
         narrow = functools.partial(_narrow, made, kernel, of_stacks=of_stacks)
         layers = jax.tree_util.tree_map_with_path(narrow, target.layers)
@@ -322,6 +321,15 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
     if isinstance(plan.drafter, NoDrafter):
         return Params(target, None)
     return Params(target, eagle.init_params(key, plan.drafter.config, dtype=jnp.bfloat16))
+
+
+def _made(x: jax.Array, *, name: str, swapped: bool) -> Weight:
+    """Return an array quantised; Q4_1 has minima, and factors in float16."""
+    weight = quantize(x, scheme=_SCHEMES[name], swapped=swapped)
+    if name != "q4_1":
+        return weight
+    halves = Factors(weight.scales.inner.astype(jnp.float16))
+    return weight.replace(scales=halves, minima=halves)
 
 
 def _narrow(

@@ -39,6 +39,7 @@ FORMS = {
 TPU_FORMS = {
     "int4 in groups of 32, a block and a rest": (5, 128, 640, 20, "int4", None, "float16"),
     "int4 with zeros, outputs of two tiles": (17, 384, 128, 4, "int4", "bfloat16", "bfloat16"),
+    "uint4 in groups of 32": (1, 128, 128, 4, "uint4", None, "float16"),
     "int8 in groups of 64, two blocks": (1, 128, 2048, 32, "int8", None, "float16"),
     "fp8 in groups of 128": (3, 128, 256, 2, "float8_e4m3fn", None, "float32"),
 }
@@ -50,7 +51,7 @@ def arguments(rows, outputs, inputs, groups, values, zeros):
     draw = lambda key, shape: jax.random.randint(key, shape, -8, 8)
     return (
         (sizes * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16),
-        draw(keys[1], (outputs, inputs)).astype(values),
+        (draw(keys[1], (outputs, inputs)) + 8 * values.startswith("u")).astype(values),
         jax.random.normal(keys[2], (outputs, groups)).astype(jnp.bfloat16),
         None if zeros is None else draw(keys[3], (outputs, groups)).astype(zeros),
     )
@@ -143,7 +144,11 @@ def test_every_split_has_inputs():
         ("gpu", (3, 64, 96, 3, "int4"), "not 64 with groups of 32; pad them"),
         ("gpu", (3, 64, 128, 8, "int4"), "groups of 32 or a.* not 64 with groups of 16; pad them"),
         ("gpu", (129, 64, 128, 1, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
-        ("tpu", (3, 128, 128, 4, "uint4"), "takes values in int4, int8.*, not uint4; convert them"),
+        (
+            "tpu",
+            (3, 128, 128, 4, "int32"),
+            "takes values in int4, uint4.*, not int32; convert",
+        ),
         ("tpu", (3, 64, 128, 4, "int4"), "multiples of 128.* not 128 and 64 in groups of 32; pad"),
         ("tpu", (3, 128, 96, 3, "int4"), "not 96 and 128 in groups of 32; pad them"),
         ("tpu", (3, 128, 128, 8, "int4"), "groups of 32, 64, 128.* in groups of 16; pad them"),
@@ -240,6 +245,27 @@ def test_a_tpu_gets_its_kernel_where_xla_would_multiply_groups_out(monkeypatch, 
         assert count_of_kernels(by_xla(weight), KERNEL_ROWS, "tpu") == 0
     others = [made(16), made(32, swapped=True), quantize(matrix, SCHEMES["int8"])]
     assert all(for_kernel(other) is other for other in others)
+
+
+def test_the_product_of_a_tpu_has_minima_and_scales_in_float16(monkeypatch):
+    draw = lambda key, shape, most: jax.random.randint(jax.random.key(key), shape, 0, most)
+    factors = lambda key: Factors((draw(key, (4, 128), 99) / 64).astype(jnp.float16))
+    weight = Quantized(
+        values=draw(0, (128, 128), 16).astype("uint4"),
+        scales=factors(1),
+        minima=factors(2),
+        name="bfloat16",
+    )
+    made = for_kernel(weight, "pallas_tpu")
+    assert made.scales.inner.dtype == jnp.int16
+    assert count_of_kernels(made, 3, "tpu") == 1
+    np.testing.assert_array_equal(made.array(), weight.array())
+    np.testing.assert_array_equal(made.swapped().array(), weight.array().T)
+    interpreted = functools.partial(pallas_tpu.quantized_matmul, interpret=True)
+    monkeypatch.setattr(pallas_tpu, "quantized_matmul", interpreted)
+    x = jax.random.normal(jax.random.key(3), (3, 128)).astype(jnp.bfloat16)
+    for each in (made, by_xla(made)):
+        close(ops.linear(x, each), ops.linear(x, weight), tolerance=0.01)
 
 
 def count_of_kernels(weight, rows, platform):
