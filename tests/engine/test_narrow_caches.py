@@ -11,7 +11,7 @@ import pytest
 
 from jspec.api.backends import Backends
 from jspec.core import kv_cache, trees
-from jspec.core.entries import AttentionKV
+from jspec.core.entries import AttentionKV, Commit
 from jspec.core.narrow import LIMITS, Narrow
 from jspec.core.paging import pool_of
 from jspec.core.types import Params
@@ -81,6 +81,28 @@ def test_an_entry_keeps_its_format_in_a_pool_and_bits_are_one_byte_a_number():
         plain = pool_of(each.stored_as("float32"), 5, 4, jnp.bfloat16, in_bits=True)
         assert plain.k.dtype == jnp.float32
         assert pool_of(each, 5, 4, jnp.bfloat16, in_bits=True).k.dtype == jnp.uint16
+
+
+@pytest.mark.parametrize("page", [1, 4, 128, 192])
+def test_pages_hold_the_committed_nodes_and_nothing_else_changes(page):
+    rng, most = np.random.default_rng(0), -(-32 // page)
+    table = jnp.asarray(1 + rng.permutation(3 * most).reshape(3, most), jnp.int32)
+    entry = AttentionKV.empty(3, 2, 32, 8, jnp.float32).stored_as("int8")
+    pool = pool_of(entry, 3 * most + 2, page, None, in_bits=False)
+    expected = np.zeros((3 * most + 2, 2, page, 8), np.float32)
+    length = np.array([3, 0, 9])
+    append = jax.jit(lambda pool, new, *commit: pool.append(new, Commit(*commit, table)))
+    for count in ([7, 0, 2], [1, 5, 9]):
+        k, v = jnp.asarray(rng.standard_normal((2, 3, 2, 12, 8)), jnp.float32)
+        path, new = jnp.asarray(rng.integers(0, 12, (3, 9))), entry.holding(k, v)
+        pool = append(pool, new, path, jnp.asarray(count), jnp.asarray(length))
+        for row, slots in enumerate(count):
+            for step in range(slots):
+                slot = length[row] + step
+                place = table[row, slot // page], slice(None), slot % page
+                expected[place] = new.k.numbers()[row, :, path[row, step]]
+        length = length + count
+    np.testing.assert_array_equal(pool.k.numbers(), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
