@@ -2,8 +2,8 @@
 
 fp8 stores a number as the closest of its format, and the largest of it for larger ones: keys and
 values are far smaller. int8 stores x / s, rounded, where s = max |x| / 127 over the features of a
-token and key head; the scales take 4 of D + 4 bytes. Neither needs a calibration. Attention makes
-numbers of the values again, block by block.
+token and key head. A scale takes 4 bytes, and those of a page whole rows of 128. Neither needs a
+calibration. Attention makes numbers of the values again, block by block.
 """
 
 from collections.abc import Callable
