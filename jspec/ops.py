@@ -160,6 +160,7 @@ def quantized_matmul(
     values: Array,
     scales: Array,
     zeros: Array | None = None,
+    outer: Array | None = None,
     *,
     implementation: str | None = None,
 ) -> Array:
@@ -168,9 +169,9 @@ def quantized_matmul(
     Raises:
       ValueError: ``implementation`` is unknown or does not support this matrix or so many rows.
     """
-    chosen = backends_for("quantized_matmul", implementation, x, values, scales, zeros)
+    chosen = backends_for("quantized_matmul", implementation, x, values, scales, zeros, outer)
     forms = {each.platform: each.load("quantized_matmul").quantized_matmul for each in chosen}
-    return _by_platform(forms)(x, values, scales, zeros)
+    return _by_platform(forms)(x, values, scales, zeros, outer)
 
 
 def has_kernel(operation: str, implementation: str | None, *arrays: Array | None) -> bool:

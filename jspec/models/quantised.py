@@ -18,20 +18,20 @@ from jspec.sharding.placement import Placement
 
 @struct.dataclass
 class Bits(Factors):
-    """Factors in float16 as their bits in int16: kernels of TPUs load no numbers of float16."""
+    """Factors, those in float16 as their bits in int16: kernels of TPUs load no float16."""
 
-    def numbers(self) -> Array:
-        """Return the inner factors in float16."""
-        return lax.bitcast_convert_type(self.inner, jnp.float16)
+    def numbers(self) -> Factors:
+        """Return the factors as numbers."""
+        return _bitcast(Factors(self.inner, self.outer), jnp.int16, jnp.float16)
 
     def array(self, axis: int) -> Array:
         """See ``Factors``."""
-        return Factors(self.numbers(), self.outer).array(axis)
+        return self.numbers().array(axis)
 
 
 @struct.dataclass
 class ForKernel(Quantized):
-    """A quantised matrix of bfloat16 numbers, without outer factors of scales.
+    """A quantised matrix of bfloat16 numbers.
 
     Or a stack of them, [E, O, I].
 
@@ -51,9 +51,10 @@ class ForKernel(Quantized):
         outputs, inputs = axes if self.axis == -1 else axes[::-1]
 
         def multiply(rows: Array, part: Quantized) -> Array:
-            scales = part.scales
-            numbers = scales.numbers() if isinstance(scales, Bits) else scales.inner
-            out = ops.quantized_matmul(rows, part.values, numbers, part.zeros, implementation=name)
+            scales = part.scales.numbers() if isinstance(part.scales, Bits) else part.scales
+            out = ops.quantized_matmul(
+                rows, part.values, scales.inner, part.zeros, scales.outer, implementation=name
+            )
             if part.minima is not None:
                 out = out + _product_of_minima(rows, part)
             return out if inputs is None else lax.psum(out, inputs)
@@ -101,9 +102,9 @@ def for_kernel(
         return weight
     is_swapped = isinstance(weight, Transposed)
     fields = _fields(_signed(weight.stored if is_swapped else weight))
-    scales = fields["scales"]
-    if not is_swapped and scales.inner.dtype == jnp.float16:
-        fields["scales"] = Bits(lax.bitcast_convert_type(scales.inner, jnp.int16))
+    if not is_swapped:
+        bits = _bitcast(fields["scales"], jnp.float16, jnp.int16)
+        fields["scales"] = Bits(bits.inner, bits.outer)
     made = ForKernel(**fields, implementation=implementation, spec=_spec(placement))
     return Transposed(made) if is_swapped else made
 
@@ -114,21 +115,28 @@ def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
     stored, axis = (weight.stored, -1) if is_swapped else (weight, -2)
     if type(stored) is not Quantized or stored.axis != axis or stored.name != "bfloat16":
         return False
-    if stored.code or stored.scales.outer is not None:
+    if stored.code:
         return False
     signed = jax.eval_shape(_signed, stored)
-    stack, scales = signed.shape[:-2], signed.scales.inner
+    stack, scales = signed.shape[:-2], signed.scales
     x = jax.ShapeDtypeStruct((KERNEL_ROWS, signed.shape[axis]), jnp.bfloat16)
     if not stack:
         return ops.has_kernel(
-            "quantized_matmul", implementation, x, signed.values, scales, signed.zeros
+            "quantized_matmul",
+            implementation,
+            x,
+            signed.values,
+            scales.inner,
+            signed.zeros,
+            scales.outer,
         )
     sizes = jax.ShapeDtypeStruct(stack, jnp.int32)
+    is_plain = signed.order is signed.minima is scales.outer is None
     return (
         is_swapped
-        and signed.order is None
+        and is_plain
         and ops.has_kernel(
-            "grouped_matmul", implementation, x, signed.values, sizes, scales, signed.zeros
+            "grouped_matmul", implementation, x, signed.values, sizes, scales.inner, signed.zeros
         )
     )
 
@@ -177,6 +185,15 @@ def _spec(placement: Placement | None) -> PartitionSpec:
 
 def _fields(weight: Quantized) -> dict[str, Any]:
     return {name: getattr(weight, name) for name in Quantized.__dataclass_fields__}
+
+
+def _bitcast(factors: Factors, before: jnp.dtype, after: jnp.dtype) -> Factors:
+    """Return factors with the bits of numbers of one dtype as those of another."""
+
+    def one(x: Array) -> Array:
+        return lax.bitcast_convert_type(x, after) if x.dtype == before else x
+
+    return jax.tree.map(one, factors)
 
 
 def _signed(weight: Quantized) -> Quantized:

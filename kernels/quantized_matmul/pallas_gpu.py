@@ -29,9 +29,13 @@ def choose_blocks(rows: int, values: Array, groups: int) -> Blocks:
     return tiles.choose_blocks(rows, values, groups, splits)
 
 
-def refusal(x: Array, values: Array, scales: Array, zeros: Array | None) -> str | None:
+def refusal(
+    x: Array, values: Array, scales: Array, zeros: Array | None, outer: Array | None = None
+) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     del zeros
+    if outer is not None:
+        return "takes no outer factors; multiply them with the scales"
     if len(values) != len(scales):
         return "takes values [O, I] with scales [O, G], not [I, O] with [G, O]; transpose both"
     if reason := tiles.refusal(values, scales):
@@ -50,6 +54,7 @@ def quantized_matmul(
     values: Array,
     scales: Array,
     zeros: Array | None = None,
+    outer: None = None,
     *,
     blocks: Blocks | None = None,
     interpret: object = None,
@@ -58,6 +63,7 @@ def quantized_matmul(
 
     ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
     """
+    del outer  # refused
     rows, (outputs, inputs), groups = len(x), values.shape, scales.shape[1]
     padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     form = tiles.Form(

@@ -22,21 +22,24 @@ Array = jax.Array
 TILE_OUTPUTS = 256  # columns of the matrix unit
 ROW_MULTIPLE = 16  # rows of a tile of bfloat16
 LANES = 128
-SIZES = (32, 64, 128)  # inputs of a group
+SIZES = (16, 32, 64, 128)  # inputs of a group
 BLOCK_GROUPS = 16  # groups of a block; their factors of two bytes fill a tile
 VALUES = ("int4", "uint4", "int8", "float8_e4m3fn", "float8_e5m2")
-FACTORS = ("bfloat16", "float16", "float32")
+FACTORS = ("bfloat16", "float16", "float32", "int8", "uint8")
+SUPERBLOCK = 8  # groups with one outer factor, or a multiple of them
 OTHER_BYTES = 8 << 20  # vector memory of a block in float32, and of the compiler
 
 
-def refusal(x: Array, values: Array, scales: Array, zeros: Array | None) -> str | None:
+def refusal(
+    x: Array, values: Array, scales: Array, zeros: Array | None, outer: Array | None = None
+) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     if len(values) == len(scales):
         return "takes values [I, O] with scales [G, O], not [O, I] with [O, G]; transpose both"
     (inputs, outputs), size = values.shape, len(values) // len(scales)
     if values.dtype.name not in VALUES:
         return f"takes values in {', '.join(VALUES)}, not {values.dtype}; convert them"
-    for factors in (scales, zeros):
+    for factors in (scales, zeros, outer):
         if factors is not None and factors.dtype.name not in FACTORS:
             return f"takes factors in {', '.join(FACTORS)}, not {factors.dtype}; convert them"
     if inputs % LANES or outputs % LANES or size not in SIZES:
@@ -45,14 +48,19 @@ def refusal(x: Array, values: Array, scales: Array, zeros: Array | None) -> str 
             f"takes multiples of {LANES} inputs and outputs, in groups of {sizes}, not {inputs} "
             f"and {outputs} in groups of {size}; pad them"
         )
+    if outer is not None and (len(scales) // len(outer)) % SUPERBLOCK:
+        return (
+            f"takes superblocks of {SUPERBLOCK}n groups, not of {len(scales) // len(outer)}; "
+            "multiply their factors out"
+        )
     if len(x) > KERNEL_ROWS:
         return f"takes up to {KERNEL_ROWS} rows, not {len(x)}; multiply the matrix out"
     return None
 
 
-def is_better(x: Array, values: Array, scales: Array, zeros: Array | None) -> bool:
+def is_better(x: Array, values: Array, scales: Array, *others: Array | None) -> bool:
     """Return whether the kernel moves fewer bytes than XLA, as compiled."""
-    del zeros
+    del others
     return is_multiplied_out(len(x), len(values) // len(scales))
 
 
@@ -63,6 +71,7 @@ def quantized_matmul(
     values: Array,
     scales: Array,
     zeros: Array | None = None,
+    outer: Array | None = None,
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
@@ -70,14 +79,15 @@ def quantized_matmul(
     rows, (inputs, outputs), groups = len(x), values.shape, len(scales)
     padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     x = jnp.pad(x.astype(jnp.bfloat16), ((0, padded - rows), (0, 0)))
-    matrix = [values, *map(_bits, (scales,) if zeros is None else (scales, zeros))]
+    factors = [each for each in (scales, zeros, outer) if each is not None]
+    matrix = [values, *map(_bits, factors)]
     if not interpret:  # else XLA may move all of it into vector memory
         matrix = [pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in matrix]
     tile = min(TILE_OUTPUTS, outputs)
     of_tile = lambda height: pl.BlockSpec((height, tile), lambda i: (0, i))
     arrived = (size_of(x), *(size_of(each) * tile // outputs for each in matrix))
     out = pl.pallas_call(
-        functools.partial(_kernel, size=inputs // groups),
+        functools.partial(_kernel, has_zeros=zeros is not None),
         out_shape=jax.ShapeDtypeStruct((padded, outputs), jnp.float32),
         grid=(pl.cdiv(outputs, tile),),
         in_specs=[
@@ -85,6 +95,7 @@ def quantized_matmul(
             *(of_tile(len(each)) for each in matrix),
         ],
         out_specs=of_tile(padded),
+        scratch_shapes=[pltpu.VMEM((groups, tile), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=2 * sum(arrived) + OTHER_BYTES
         ),
@@ -105,11 +116,17 @@ def _bits(factors: Array) -> Array:
     return lax.bitcast_convert_type(factors, jnp.int16) if is_half else factors
 
 
-def _kernel(x, values, scales, *refs, size):
-    """Multiply with the outputs of one tile; groups have ``size`` inputs."""
-    *zeros, out = refs
-    inputs = values.shape[0]
-    count = inputs // (BLOCK_GROUPS * size)
+def _kernel(x, values, inner, *refs, has_zeros):
+    """Multiply with the outputs of one tile, whose scales become one array ``scales``."""
+    *refs, out, scales = refs
+    zeros, outer = refs[:has_zeros], refs[has_zeros:]
+    inputs, (groups, tile) = values.shape[0], scales.shape
+    size = inputs // groups
+    count = groups // BLOCK_GROUPS
+    wide = _in_float32(inner[...])
+    for ref in outer:
+        wide = wide.reshape(len(ref), -1, tile) * jnp.expand_dims(_in_float32(ref[...]), 1)
+    scales[...] = wide.reshape(groups, tile)
 
     def product(block, groups):
         """Return the product with some groups of a block."""
@@ -128,7 +145,7 @@ def _kernel(x, values, scales, *refs, size):
     def turn(block, _):
         out[...] += product(block, BLOCK_GROUPS)
 
-    rest = inputs // size - count * BLOCK_GROUPS
+    rest = groups - count * BLOCK_GROUPS
     out[...] = product(jnp.int32(count), rest) if rest else jnp.zeros_like(out)
     if count:
         lax.fori_loop(0, count, turn, None)

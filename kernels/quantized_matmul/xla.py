@@ -7,7 +7,14 @@ from jspec.core.quantized import Factors, Quantized, grouped_product
 Array = jax.Array
 
 
-def quantized_matmul(x: Array, values: Array, scales: Array, zeros: Array | None = None) -> Array:
+def quantized_matmul(
+    x: Array,
+    values: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    outer: Array | None = None,
+) -> Array:
     """See the reference."""
     axis = -1 if len(values) == len(scales) else -2
-    return grouped_product(x, Quantized(values, Factors(scales), zeros, axis=axis, name="bfloat16"))
+    factors = Factors(scales, outer)
+    return grouped_product(x, Quantized(values, factors, zeros, axis=axis, name="bfloat16"))

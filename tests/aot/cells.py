@@ -83,11 +83,12 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
-# The blocks of GGUF's Q4_0 and Q4_1, too, and those of gpt-oss, in which experts alone are.
+# The blocks of GGUF's Q4_0, Q4_1 and Q4_K, too, and those of gpt-oss, in which experts alone are.
 _MXFP4 = "mxfp4"
 _SCHEMES = SCHEMES | {
     "q4_0": Scheme("q4_0", "int4", 8.0, (32,)),
     "q4_1": Scheme("q4_1", "uint4", 15.0, (32,)),
+    "q4_k": Scheme("q4_k", "uint4", 15.0, (32,)),
     _MXFP4: Scheme(_MXFP4, "float4_e2m1fn", 6.0, (32,)),
 }
 _8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
@@ -114,7 +115,7 @@ TABLE = (
         _XLA,
         {},
         *({"kv_cache_dtype": name} for name in ("fp8", "int8")),
-        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0", "q4_1")),
+        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0", "q4_1", "q4_k")),
         {"quantization": "int4", "batch": 16},
         _LAID,
         _LONG | _LAID,
@@ -324,12 +325,15 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
 
 
 def _made(x: jax.Array, *, name: str, swapped: bool) -> Weight:
-    """Return an array quantised; Q4_1 has minima, and factors in float16."""
+    """Return an array quantised; GGUF's kinds with minima have factors as in the files."""
     weight = quantize(x, scheme=_SCHEMES[name], swapped=swapped)
-    if name != "q4_1":
+    if name not in ("q4_1", "q4_k"):
         return weight
-    halves = Factors(weight.scales.inner.astype(jnp.float16))
-    return weight.replace(scales=halves, minima=halves)
+    halves = weight.scales.inner.astype(jnp.float16)
+    factors = Factors(halves)
+    if name == "q4_k":  # Superblocks of 8 groups.
+        factors = Factors(halves.astype(jnp.uint8), halves[::8])
+    return weight.replace(scales=factors, minima=factors)
 
 
 def _narrow(

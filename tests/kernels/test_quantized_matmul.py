@@ -35,13 +35,23 @@ FORMS = {
     "fp8 by channel": (3, 64, 256, 1, "float8_e4m3fn", None, 1),
     "fp8 in blocks": (16, 64, 256, 2, "float8_e5m2", None, 2),
 }
-# The same, and the dtype of scales.
+# Rows, outputs, inputs, groups, dtypes of values, zero points and scales, groups of a superblock.
 TPU_FORMS = {
-    "int4 in groups of 32, a block and a rest": (5, 128, 640, 20, "int4", None, "float16"),
-    "int4 with zeros, outputs of two tiles": (17, 384, 128, 4, "int4", "bfloat16", "bfloat16"),
-    "uint4 in groups of 32": (1, 128, 128, 4, "uint4", None, "float16"),
-    "int8 in groups of 64, two blocks": (1, 128, 2048, 32, "int8", None, "float16"),
-    "fp8 in groups of 128": (3, 128, 256, 2, "float8_e4m3fn", None, "float32"),
+    "int4 in groups of 32, a block and a rest": (5, 128, 640, 20, "int4", None, "float16", None),
+    "int4 with zeros, two tiles of outputs": (
+        17,
+        384,
+        128,
+        4,
+        "int4",
+        "bfloat16",
+        "bfloat16",
+        None,
+    ),
+    "uint4 in groups of 32, in superblocks": (1, 128, 768, 24, "uint4", None, "uint8", 8),
+    "int8 in groups of 16, in superblocks": (2, 128, 512, 32, "int8", None, "int8", 16),
+    "int8 in groups of 64, two blocks": (1, 128, 2048, 32, "int8", None, "float16", None),
+    "fp8 in groups of 128": (3, 128, 256, 2, "float8_e4m3fn", None, "float32", None),
 }
 
 
@@ -97,10 +107,13 @@ def test_the_kernel_for_hopper_is_the_reference(name):
 def test_the_kernel_for_tpus_multiplies_the_matrix_that_the_weight_stands_for(name):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    *sizes, kind = TPU_FORMS[name]
+    *sizes, kind, superblock = TPU_FORMS[name]
     x, values, scales, zeros = arguments(*sizes)
-    scales = scales.astype(kind).at[0, 0].set(0).at[1, 0].set(3e-7)  # subnormal in float16
-    arrays = by_input(x, values, scales, zeros)
+    outer = None
+    if superblock:
+        scales, outer = jnp.abs(20 * scales), scales[:, ::superblock].astype(jnp.float16)
+    scales = scales.at[0, 0].set(0).at[1, 0].set(3e-7).astype(kind)  # subnormal in float16
+    arrays = by_input(x, values, scales, zeros, outer)
     assert pallas_tpu.refusal(*arrays) is None
     interpret = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
@@ -108,7 +121,9 @@ def test_the_kernel_for_tpus_multiplies_the_matrix_that_the_weight_stands_for(na
     result = pallas_tpu.quantized_matmul(*arrays, interpret=interpret)
     assert not interpret_pallas_call.races.races_found
     close(result, np.asarray(reference.quantized_matmul(*arrays)), tolerance=0.01)
-    weight = Quantized(arrays[1], Factors(arrays[2]), arrays[3], axis=-2, name="bfloat16")
+    weight = Quantized(
+        arrays[1], Factors(arrays[2], arrays[4]), arrays[3], axis=-2, name="bfloat16"
+    )
     close(result, np.asarray(x, np.float64) @ np.asarray(weight.array(), np.float64))
 
 
@@ -151,7 +166,7 @@ def test_every_split_has_inputs():
         ),
         ("tpu", (3, 64, 128, 4, "int4"), "multiples of 128.* not 128 and 64 in groups of 32; pad"),
         ("tpu", (3, 128, 96, 3, "int4"), "not 96 and 128 in groups of 32; pad them"),
-        ("tpu", (3, 128, 128, 8, "int4"), "groups of 32, 64, 128.* in groups of 16; pad them"),
+        ("tpu", (3, 128, 128, 16, "int4"), "groups of 16, 32, 64.* in groups of 8; pad them"),
         ("tpu", (129, 128, 128, 4, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
     ],
 )
@@ -236,34 +251,40 @@ def test_a_tpu_gets_its_kernel_where_xla_would_multiply_groups_out(monkeypatch, 
     matrix = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
     most = 2.0 ** (bits_of(jnp.dtype(values)) - 1)
     made = lambda size, **given: quantize(matrix, Scheme("", values, most, (size,)), **given)
-    for size in (32, 64, 128):
+    for size in (16, 32, 64, 128):
         weight = for_kernel(made(size))
         assert isinstance(weight, ForKernel)
         np.testing.assert_array_equal(weight.array(), made(size).array())
         rows = {size // 2: 0, size // 2 + 1: 1, KERNEL_ROWS: 1, KERNEL_ROWS + 1: 0}
         assert {count: count_of_kernels(weight, count, "tpu") for count in rows} == rows
         assert count_of_kernels(by_xla(weight), KERNEL_ROWS, "tpu") == 0
-    others = [made(16), made(32, swapped=True), quantize(matrix, SCHEMES["int8"])]
+    others = [made(8), made(32, swapped=True), quantize(matrix, SCHEMES["int8"])]
     assert all(for_kernel(other) is other for other in others)
 
 
-def test_the_product_of_a_tpu_has_minima_and_scales_in_float16(monkeypatch):
+@pytest.mark.parametrize("has_outer", [False, True])
+def test_the_product_of_a_tpu_has_minima_and_factors_in_float16(monkeypatch, has_outer):
     draw = lambda key, shape, most: jax.random.randint(jax.random.key(key), shape, 0, most)
-    factors = lambda key: Factors((draw(key, (4, 128), 99) / 64).astype(jnp.float16))
+
+    def factors(key):
+        inner = draw(key, (8, 128), 64)
+        halves = (inner / 64).astype(jnp.float16)
+        return Factors(inner.astype(jnp.uint8), halves[:1]) if has_outer else Factors(halves)
+
     weight = Quantized(
-        values=draw(0, (128, 128), 16).astype("uint4"),
+        values=draw(0, (256, 128), 16).astype("uint4"),
         scales=factors(1),
         minima=factors(2),
         name="bfloat16",
     )
     made = for_kernel(weight, "pallas_tpu")
-    assert made.scales.inner.dtype == jnp.int16
+    assert jnp.float16 not in [leaf.dtype for leaf in jax.tree.leaves(made.scales)]
     assert count_of_kernels(made, 3, "tpu") == 1
     np.testing.assert_array_equal(made.array(), weight.array())
     np.testing.assert_array_equal(made.swapped().array(), weight.array().T)
     interpreted = functools.partial(pallas_tpu.quantized_matmul, interpret=True)
     monkeypatch.setattr(pallas_tpu, "quantized_matmul", interpreted)
-    x = jax.random.normal(jax.random.key(3), (3, 128)).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(3), (3, 256)).astype(jnp.bfloat16)
     for each in (made, by_xla(made)):
         close(ops.linear(x, each), ops.linear(x, weight), tolerance=0.01)
 
