@@ -156,22 +156,19 @@ def grouped_matmul(
 
 
 def quantized_matmul(
-    x: Array,
-    values: Array,
-    scales: Array,
-    zeros: Array | None = None,
-    outer: Array | None = None,
-    *,
-    implementation: str | None = None,
+    x: Array, *matrix: Array | None, offset: int = 0, implementation: str | None = None
 ) -> Array:
     """Return the product of rows with a quantised matrix, on one device; see the reference.
+
+    ``matrix`` are the arrays of the reference after ``x``.
 
     Raises:
       ValueError: ``implementation`` is unknown or does not support this matrix or so many rows.
     """
-    chosen = backends_for("quantized_matmul", implementation, x, values, scales, zeros, outer)
+    chosen = backends_for("quantized_matmul", implementation, x, *matrix)
     forms = {each.platform: each.load("quantized_matmul").quantized_matmul for each in chosen}
-    return _by_platform(forms)(x, values, scales, zeros, outer)
+    forms = {name: functools.partial(form, offset=offset) for name, form in forms.items()}
+    return _by_platform(forms)(x, *matrix)
 
 
 def has_kernel(operation: str, implementation: str | None, *arrays: Array | None) -> bool:

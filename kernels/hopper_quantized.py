@@ -22,7 +22,7 @@ Array = jax.Array
 TILE_OUTPUTS = 64  # rows of a wgmma
 ROW_MULTIPLE = 8  # columns of a wgmma
 DEPTH_MULTIPLE = 64
-SMALL_GROUP = 32  # inputs of GGUF's and MXFP4's blocks; a block of inputs has several such groups
+SMALL_GROUPS = (16, 32)  # inputs, as of GGUF and MXFP4; a block of inputs has several such groups
 IN_FLIGHT = 40 << 10  # bytes of values that cover the latency of memory
 SHARED = 110 << 10  # bytes of shared memory of a program, so that two share a multiprocessor
 # Dtypes of values, and those that they are converted to, exactly.
@@ -53,7 +53,7 @@ class Blocks:
 def choose_blocks(rows: int, values: Array, groups: int, splits: int = 1) -> Blocks:
     """Choose sizes for values [..., O, I] with ``groups`` groups of inputs."""
     inputs = values.shape[-1]
-    size = inputs if inputs // groups == SMALL_GROUP else inputs // groups
+    size = inputs if inputs // groups in SMALL_GROUPS else inputs // groups
     depth = 128 if size % 128 == 0 else 64
     of_values = TILE_OUTPUTS * depth * bits_of(values.dtype) // 8
     fits = SHARED // (of_values + 2 * depth * rows)
@@ -66,12 +66,12 @@ def refusal(values: Array, scales: Array) -> str | None:
     size = inputs // scales.shape[-1]
     if values.dtype.name not in OPERANDS:
         return f"takes values in {', '.join(OPERANDS)}, not {values.dtype}; convert them"
-    of_groups = inputs if size == SMALL_GROUP else size
+    of_groups = inputs if size in SMALL_GROUPS else size
     if outputs % TILE_OUTPUTS or of_groups % DEPTH_MULTIPLE:
-        multiples = f"a multiple of {TILE_OUTPUTS} outputs, and groups of {SMALL_GROUP} or a"
+        small = " or ".join(map(str, SMALL_GROUPS))
         return (
-            f"takes {multiples} multiple of {DEPTH_MULTIPLE} inputs, not {outputs} with groups of "
-            f"{size}; pad them"
+            f"takes a multiple of {TILE_OUTPUTS} outputs, and groups of {small} or a multiple of "
+            f"{DEPTH_MULTIPLE} inputs, not {outputs} with groups of {size}; pad them"
         )
     return None
 
@@ -81,7 +81,7 @@ class Operands(NamedTuple):
 
     x: Array  # [T, I]
     values: Array  # [..., O, I]
-    scales: Array  # [..., O, G]; uint8 has exponents of float32
+    scales: Array  # [..., O, G]; those of float8_e8m0fnu are exponents of float32 in uint8
     zeros: Array | None
     unit: Array | None  # float32 [T, 1] or [], the factor of the results; None for 1
 
@@ -116,6 +116,8 @@ class Form:
     inputs: int
     size: int  # inputs of a group
     is_e2m1: bool  # whether int4 has the bits of float4_e2m1fn
+    has_exponents: bool = False  # whether scales are exponents of float32
+    offset: int = 0  # added to values
 
     @property
     def width(self) -> int:
@@ -150,6 +152,71 @@ class Matrix(NamedTuple):
     scales: Any  # [..., O, G]
     zeros: Any
     lead: tuple = ()  # index of the matrix in a stack
+    outer_scales: Any = None  # [..., O, S]
+    minima: Any = None  # [..., O, G]
+    outer_minima: Any = None  # [..., O, S]
+    sums: Any = None  # Sums of rows, which minima and the offset multiply; see ``sums_of_rows``.
+
+
+def sums_of_rows(form: Form, x: Array) -> Array:
+    """Return the sums [P, T] of the inputs of each product; of one group only, and zeros."""
+    pieces = form.inputs // form.width if form.size < form.inputs else 1
+    sums = x.astype(jnp.float32).reshape(len(x), pieces, -1).sum(-1).T
+    return sums if pieces > 1 else jnp.pad(sums, ((0, 1), (0, 0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The numbers of groups of a matrix, for the outputs of a tile."""
+
+    form: Form
+    matrix: Matrix
+    outputs: Any
+    rows: Any
+
+    def load(self, ref: Any, layout: Any) -> Array:
+        """Return memory in registers."""
+        if self.form.blocks.is_interpreted:
+            return ref[...]
+        return plgpu.load(ref, layout=layout, optimized=ref.ndim > 1, **NO_INDEX)
+
+    def numbers(self, ref: Any, begin: Array, dtype: Any = jnp.float32) -> Array:
+        """Return the numbers [64] of the group that has the input ``begin``."""
+        group = lax.div(begin, jnp.int32(self.form.inputs // ref.shape[-1]))
+        numbers = ref.at[(*self.matrix.lead, self.outputs, group)]
+        numbers = self.load(numbers, plgpu.Layout.WGMMA.reduce(1))
+        has_exponents = self.form.has_exponents and ref is self.matrix.scales
+        return _from_exponents(numbers) if has_exponents else numbers.astype(dtype)
+
+    def outer(self, begin: Array) -> tuple[Array | None, Array | None]:
+        """Return the outer factors of scales and minima of a block of inputs."""
+        scales, minima = self.matrix.outer_scales, self.matrix.outer_minima
+        return (
+            None if scales is None else self.numbers(scales, begin),
+            None if minima is None else self.numbers(minima, begin),
+        )
+
+    def scaled(self, sums: Array, begin: Array, outer: Any, piece: Array) -> Array:
+        """Return the sums [64, T] of a product as the matrix has them.
+
+        ``piece`` is the index of the sums of rows.
+        """
+        matrix, scale = self.matrix, self.numbers(self.matrix.scales, begin)
+        scale = scale if outer[0] is None else scale * outer[0]
+        result = sums * over(scale, self.form.rows)
+        if matrix.sums is None:
+            return result
+        bias = scale * jnp.float32(self.form.offset)
+        if matrix.minima is not None:
+            minima = self.numbers(matrix.minima, begin)
+            bias += minima if outer[1] is None else minima * outer[1]
+        of_rows = self.load(matrix.sums.at[piece, self.rows], plgpu.Layout.WGMMA.reduce(0))
+        return result + over(bias, self.form.rows) * over(of_rows, self.form.rows, axis=1)
+
+
+def over(numbers: Array, columns: int, axis: int = 0) -> Array:
+    """Return numbers of outputs or of columns, of axis 0 or 1, as [64, columns]."""
+    return lax.broadcast_in_dim(numbers, (TILE_OUTPUTS, columns), [axis])
 
 
 def sums_of_tile(form, matrix, outputs, x, rows, first, steps, *memory) -> Array:
@@ -157,9 +224,9 @@ def sums_of_tile(form, matrix, outputs, x, rows, first, steps, *memory) -> Array
 
     They are in registers, in the layout of wgmma. Block number ``first`` comes first.
     """
-    blocks, size, width = form.blocks, form.size, form.width
+    blocks, width, groups = form.blocks, form.width, _Groups(form, matrix, outputs, rows)
     values_s, x_s, values_ready, x_ready, *plain = memory
-    has_groups = size < form.inputs
+    has_groups = form.size < form.inputs
 
     def stage_of(step):
         return lax.rem(step, jnp.int32(blocks.stages))
@@ -172,38 +239,30 @@ def sums_of_tile(form, matrix, outputs, x, rows, first, steps, *memory) -> Array
             plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_ready.at[stage])
             plgpu.copy_gmem_to_smem(x.at[rows, inputs], x_s.at[stage], x_ready.at[stage])
 
-    def load(ref, layout):
-        if plain:
-            return ref[...]
-        return plgpu.load(ref, layout=layout, optimized=ref.ndim > 1, **NO_INDEX)
-
-    def factor(ref, dtype, step, begin, columns):
-        """Return the numbers of the group that has the input ``begin`` of a block."""
-        group = lax.div((first + step) * blocks.depth + begin, jnp.int32(size))
-        numbers = load(ref.at[(*matrix.lead, outputs, group)], plgpu.Layout.WGMMA.reduce(1))
-        numbers = _from_exponents(numbers) if ref.dtype == jnp.uint8 else numbers.astype(dtype)
-        return lax.broadcast_in_dim(numbers, (TILE_OUTPUTS, columns), [0])
-
     def operand_of(step):
         """Return a block of values as wgmma takes them."""
-        operand = load(values_s.at[stage_of(step)], LAYOUTS[bits_of(values_s.dtype)])
+        operand = groups.load(values_s.at[stage_of(step)], LAYOUTS[bits_of(values_s.dtype)])
         if not plain:
             operand = plgpu.layout_cast(operand, plgpu.Layout.WGMMA)
         return _from_e2m1(operand) if form.is_e2m1 else operand.astype(x.dtype)
 
     def turn(step, total):
         fetch(step + blocks.stages - 1)  # into the stage that was read a turn ago
+        block = (first + step) * blocks.depth
+        outer = groups.outer(block)
         plgpu.barrier_wait(values_ready.at[stage_of(step)])
         whole = operand_of(step)
         plgpu.barrier_wait(x_ready.at[stage_of(step)])
         for begin in range(0, blocks.depth, width):
             operand = whole[:, begin : begin + width]
             if matrix.zeros is not None:
-                operand = operand - factor(matrix.zeros, x.dtype, step, begin, width)
+                zeros = groups.numbers(matrix.zeros, block + begin, x.dtype)
+                operand = operand - over(zeros, width)
             part = x_s.at[stage_of(step), :, pl.ds(begin, width)]
             sums = _product(operand, part, form.rows, plain)
             if has_groups:
-                sums = sums * factor(matrix.scales, jnp.float32, step, begin, form.rows)
+                piece = lax.div(block + begin, jnp.int32(width))
+                sums = groups.scaled(sums, block + begin, outer, piece)
             total += sums
         return total
 
@@ -214,7 +273,9 @@ def sums_of_tile(form, matrix, outputs, x, rows, first, steps, *memory) -> Array
         total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
     total = lax.fori_loop(0, steps, turn, total)
     if not has_groups:
-        total = total * factor(matrix.scales, jnp.float32, jnp.int32(0), 0, form.rows)
+        # The first block of inputs adds what the sums of rows are for.
+        piece = jnp.minimum(first, jnp.int32(1))
+        total = groups.scaled(total, jnp.int32(0), (None, None), piece)
     return total
 
 

@@ -1,5 +1,6 @@
 """Quantised weights in the form that kernels read: ``ops.quantized_matmul``, ``grouped_matmul``."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,18 +32,20 @@ class Bits(Factors):
 
 @struct.dataclass
 class ForKernel(Quantized):
-    """A quantised matrix of bfloat16 numbers.
+    """A quantised matrix of bfloat16 numbers, or a stack of them, [E, O, I].
 
-    Or a stack of them, [E, O, I].
+    On GPUs its values have a sign. Stacks have no minima and no outer factors.
 
     Attributes:
       implementation: of ``ops.quantized_matmul`` or ``ops.grouped_matmul``; None for the device's
         default.
       spec: how the devices of a mesh divide the values of a matrix.
+      offset: added to values, which had no sign and no zero points.
     """
 
     implementation: str | None = struct.field(pytree_node=False, default=None)
     spec: PartitionSpec = struct.field(pytree_node=False, default=PartitionSpec())
+    offset: int = struct.field(pytree_node=False, default=0)
 
     def over_groups(self, rows: Array) -> Array:
         """See ``Quantized``; XLA takes many rows. Each device multiplies its part of the matrix."""
@@ -52,11 +55,18 @@ class ForKernel(Quantized):
 
         def multiply(rows: Array, part: Quantized) -> Array:
             scales = part.scales.numbers() if isinstance(part.scales, Bits) else part.scales
+            minima = part.minima or Factors(None)
             out = ops.quantized_matmul(
-                rows, part.values, scales.inner, part.zeros, scales.outer, implementation=name
+                rows,
+                part.values,
+                scales.inner,
+                part.zeros,
+                scales.outer,
+                minima.inner,
+                minima.outer,
+                offset=self.offset,
+                implementation=name,
             )
-            if part.minima is not None:
-                out = out + _product_of_minima(rows, part)
             return out if inputs is None else lax.psum(out, inputs)
 
         def division(x: Array) -> PartitionSpec:
@@ -82,7 +92,13 @@ class ForKernel(Quantized):
 
     def swapped(self) -> Quantized:
         """Return the transpose of the matrix, which no kernel takes."""
-        return Quantized(**_fields(self)).swapped()
+        fields = _fields(self)
+        if self.offset:
+            fields["values"] = _moved(self.values, self.offset)
+        return Quantized(**fields).swapped()
+
+    def _grouped(self, dtype: jnp.dtype) -> Array:
+        return super()._grouped(dtype) + self.offset
 
 
 def for_kernel(
@@ -101,11 +117,17 @@ def for_kernel(
     if not kernel_takes(weight, implementation):
         return weight
     is_swapped = isinstance(weight, Transposed)
-    fields = _fields(_signed(weight.stored if is_swapped else weight))
+    stored = weight.stored if is_swapped else weight
+    fields = _fields(_signed(stored))
     if not is_swapped:
         bits = _bitcast(fields["scales"], jnp.float16, jnp.int16)
         fields["scales"] = Bits(bits.inner, bits.outer)
-    made = ForKernel(**fields, implementation=implementation, spec=_spec(placement))
+    made = ForKernel(
+        **fields,
+        implementation=implementation,
+        spec=_spec(placement),
+        offset=_offset(stored),
+    )
     return Transposed(made) if is_swapped else made
 
 
@@ -118,26 +140,34 @@ def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
     if stored.code:
         return False
     signed = jax.eval_shape(_signed, stored)
-    stack, scales = signed.shape[:-2], signed.scales
+    stack, scales, minima = signed.shape[:-2], signed.scales, signed.minima or Factors(None)
     x = jax.ShapeDtypeStruct((KERNEL_ROWS, signed.shape[axis]), jnp.bfloat16)
-    if not stack:
-        return ops.has_kernel(
-            "quantized_matmul",
-            implementation,
-            x,
-            signed.values,
-            scales.inner,
-            signed.zeros,
-            scales.outer,
+    if stack:
+        is_plain = signed.order is signed.minima is scales.outer is None and not _offset(stored)
+        sizes = jax.ShapeDtypeStruct(stack, jnp.int32)
+        return (
+            is_swapped
+            and is_plain
+            and ops.has_kernel(
+                "grouped_matmul",
+                implementation,
+                x,
+                signed.values,
+                sizes,
+                scales.inner,
+                signed.zeros,
+            )
         )
-    sizes = jax.ShapeDtypeStruct(stack, jnp.int32)
-    is_plain = signed.order is signed.minima is scales.outer is None
-    return (
-        is_swapped
-        and is_plain
-        and ops.has_kernel(
-            "grouped_matmul", implementation, x, signed.values, sizes, scales.inner, signed.zeros
-        )
+    return ops.has_kernel(
+        "quantized_matmul",
+        implementation,
+        x,
+        signed.values,
+        scales.inner,
+        signed.zeros,
+        scales.outer,
+        minima.inner,
+        minima.outer,
     )
 
 
@@ -170,14 +200,6 @@ def by_xla(params: Any) -> Any:
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, ForKernel))
 
 
-def _product_of_minima(rows: Array, weight: Quantized) -> Array:
-    """Return the product of rows [T, I] with the minima of groups."""
-    minima = weight.minima.array(weight.axis)
-    minima = minima if weight.axis == -2 else minima.T
-    rounded = rows.astype(weight.dtype).astype(jnp.float32)
-    return ops.linear(rounded.reshape(len(rows), len(minima), -1).sum(-1), minima)
-
-
 def _spec(placement: Placement | None) -> PartitionSpec:
     is_divided = placement is not None and isinstance(placement.sharding, NamedSharding)
     return placement.sharding.spec if is_divided else PartitionSpec()
@@ -196,13 +218,34 @@ def _bitcast(factors: Factors, before: jnp.dtype, after: jnp.dtype) -> Factors:
     return jax.tree.map(one, factors)
 
 
+def _offset(weight: Quantized) -> int:
+    """Return what is added to values that get a sign; zero points have it in them."""
+    return _half(weight.values) if _gets_sign(weight) and weight.zeros is None else 0
+
+
+def _gets_sign(weight: Quantized) -> bool:
+    """Return whether a kernel takes the values with a sign; those of TPUs take both."""
+    is_unsigned = jnp.issubdtype(weight.values.dtype, jnp.unsignedinteger)
+    return is_unsigned and (weight.axis == -1 or weight.zeros is not None)
+
+
 def _signed(weight: Quantized) -> Quantized:
     values, zeros = weight.values, weight.zeros
-    if zeros is None:
-        return weight
-    if jnp.issubdtype(values.dtype, jnp.unsignedinteger):
-        bits = bits_of(values.dtype)
-        half = 1 << (bits - 1)
-        values = (values.astype(jnp.int16) - half).astype(f"int{bits}")
-        zeros = zeros.astype(jnp.int16) - half
-    return weight.replace(values=values, zeros=zeros.astype(jnp.bfloat16))
+    if _gets_sign(weight):
+        half = _half(values)
+        values = _moved(values, -half)
+        zeros = None if zeros is None else zeros.astype(jnp.int16) - half
+    zeros = None if zeros is None else zeros.astype(jnp.bfloat16)
+    return weight.replace(values=values, zeros=zeros)
+
+
+def _half(values: Array) -> int:
+    return 1 << (bits_of(values.dtype) - 1)
+
+
+def _moved(values: Array, by: int) -> Array:
+    """Return whole numbers plus a number that takes their sign away, or gives them one."""
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.eval_shape(functools.partial(_moved, by=by), values)
+    sign = "int" if by < 0 else "uint"
+    return (values.astype(jnp.int16) + by).astype(f"{sign}{bits_of(values.dtype)}")

@@ -47,6 +47,7 @@ def grouped_matmul(
         inputs=inputs,
         size=inputs // num_scales,
         is_e2m1=values.dtype == jnp.float4_e2m1fn,
+        has_exponents=scales.dtype == jnp.float8_e8m0fnu,
     )
     items, given = items_of(sizes, rows, count), tiles.operands_of(x, values, scales, zeros)
     x = jnp.pad(given.x, ((0, count + -rows % ROW_MULTIPLE), (0, 0)))

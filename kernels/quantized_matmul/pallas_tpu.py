@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.core.quantized import KERNEL_ROWS, is_multiplied_out
+from jspec.core.quantized import KERNEL_ROWS, Factors, is_multiplied_out
 from jspec.core.weights import size_of
 
 Array = jax.Array
@@ -31,15 +31,22 @@ OTHER_BYTES = 8 << 20  # vector memory of a block in float32, and of the compile
 
 
 def refusal(
-    x: Array, values: Array, scales: Array, zeros: Array | None, outer: Array | None = None
+    x: Array,
+    values: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    outer_scales: Array | None = None,
+    minima: Array | None = None,
+    outer_minima: Array | None = None,
 ) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
+    del minima, outer_minima  # XLA multiplies them.
     if len(values) == len(scales):
         return "takes values [I, O] with scales [G, O], not [O, I] with [O, G]; transpose both"
     (inputs, outputs), size = values.shape, len(values) // len(scales)
     if values.dtype.name not in VALUES:
         return f"takes values in {', '.join(VALUES)}, not {values.dtype}; convert them"
-    for factors in (scales, zeros, outer):
+    for factors in (scales, zeros, outer_scales):
         if factors is not None and factors.dtype.name not in FACTORS:
             return f"takes factors in {', '.join(FACTORS)}, not {factors.dtype}; convert them"
     if inputs % LANES or outputs % LANES or size not in SIZES:
@@ -48,10 +55,10 @@ def refusal(
             f"takes multiples of {LANES} inputs and outputs, in groups of {sizes}, not {inputs} "
             f"and {outputs} in groups of {size}; pad them"
         )
-    if outer is not None and (len(scales) // len(outer)) % SUPERBLOCK:
+    count = SUPERBLOCK if outer_scales is None else len(scales) // len(outer_scales)
+    if count % SUPERBLOCK:
         return (
-            f"takes superblocks of {SUPERBLOCK}n groups, not of {len(scales) // len(outer)}; "
-            "multiply their factors out"
+            f"takes superblocks of {SUPERBLOCK}n groups, not of {count}; multiply their factors out"
         )
     if len(x) > KERNEL_ROWS:
         return f"takes up to {KERNEL_ROWS} rows, not {len(x)}; multiply the matrix out"
@@ -65,21 +72,24 @@ def is_better(x: Array, values: Array, scales: Array, *others: Array | None) -> 
 
 
 # A function of its own in the program is lowered once, not once per layer.
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("offset", "interpret"))
 def quantized_matmul(
     x: Array,
     values: Array,
     scales: Array,
     zeros: Array | None = None,
-    outer: Array | None = None,
+    outer_scales: Array | None = None,
+    minima: Array | None = None,
+    outer_minima: Array | None = None,
     *,
+    offset: int = 0,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """Multiply as the reference does, with numbers of the matrix that are rounded to bfloat16."""
     rows, (inputs, outputs), groups = len(x), values.shape, len(scales)
     padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     x = jnp.pad(x.astype(jnp.bfloat16), ((0, padded - rows), (0, 0)))
-    factors = [each for each in (scales, zeros, outer) if each is not None]
+    factors = [each for each in (scales, zeros, outer_scales) if each is not None]
     matrix = [values, *map(_bits, factors)]
     if not interpret:  # else XLA may move all of it into vector memory
         matrix = [pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in matrix]
@@ -87,7 +97,7 @@ def quantized_matmul(
     of_tile = lambda height: pl.BlockSpec((height, tile), lambda i: (0, i))
     arrived = (size_of(x), *(size_of(each) * tile // outputs for each in matrix))
     out = pl.pallas_call(
-        functools.partial(_kernel, has_zeros=zeros is not None),
+        functools.partial(_kernel, has_zeros=zeros is not None, offset=offset),
         out_shape=jax.ShapeDtypeStruct((padded, outputs), jnp.float32),
         grid=(pl.cdiv(outputs, tile),),
         in_specs=[
@@ -107,6 +117,10 @@ def quantized_matmul(
         interpret=interpret,
         name="quantized_matmul",
     )(x, *matrix)
+    if minima is not None:  # XLA multiplies them, and reads them once.
+        sums = x.astype(jnp.float32).reshape(padded, groups, -1).sum(-1)
+        wide = Factors(minima, outer_minima).array(-2)
+        out = out + jnp.dot(sums, wide, precision=lax.Precision.HIGHEST)
     return out[:rows]
 
 
@@ -116,7 +130,7 @@ def _bits(factors: Array) -> Array:
     return lax.bitcast_convert_type(factors, jnp.int16) if is_half else factors
 
 
-def _kernel(x, values, inner, *refs, has_zeros):
+def _kernel(x, values, inner, *refs, has_zeros, offset):
     """Multiply with the outputs of one tile, whose scales become one array ``scales``."""
     *refs, out, scales = refs
     zeros, outer = refs[:has_zeros], refs[has_zeros:]
@@ -134,6 +148,7 @@ def _kernel(x, values, inner, *refs, has_zeros):
         begin, width = pl.multiple_of(first * size, BLOCK_GROUPS * size), groups * size
         factors = lambda ref: jnp.expand_dims(_in_float32(ref[pl.ds(first, groups)]), 1)
         wide = values[pl.ds(begin, width)].astype(jnp.float32).reshape(groups, size, -1)
+        wide = wide + jnp.float32(offset) if offset else wide
         for ref in zeros:
             wide = wide - factors(ref)
         wide = (wide * factors(scales)).astype(jnp.bfloat16).reshape(width, -1)

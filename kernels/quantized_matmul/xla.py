@@ -1,6 +1,7 @@
 """The product of XLA, of ``core.quantized``: TPUs read what is stored, GPUs write groups wider."""
 
 import jax
+import jax.numpy as jnp
 
 from jspec.core.quantized import Factors, Quantized, grouped_product
 
@@ -12,9 +13,23 @@ def quantized_matmul(
     values: Array,
     scales: Array,
     zeros: Array | None = None,
-    outer: Array | None = None,
+    outer_scales: Array | None = None,
+    minima: Array | None = None,
+    outer_minima: Array | None = None,
+    *,
+    offset: int = 0,
 ) -> Array:
     """See the reference."""
     axis = -1 if len(values) == len(scales) else -2
-    factors = Factors(scales, outer)
-    return grouped_product(x, Quantized(values, factors, zeros, axis=axis, name="bfloat16"))
+    if offset:
+        below = jnp.zeros(scales.shape, jnp.int16) if zeros is None else zeros.astype(jnp.int16)
+        zeros = below - offset
+    weight = Quantized(
+        values=values,
+        scales=Factors(scales, outer_scales),
+        zeros=zeros,
+        minima=None if minima is None else Factors(minima, outer_minima),
+        axis=axis,
+        name="bfloat16",
+    )
+    return grouped_product(x, weight)

@@ -21,7 +21,7 @@ from jax.sharding import (
 from jspec.core import entries
 from jspec.core.quantized import SCHEMES, Factors, Scheme, is_multiplied_out, quantize
 from jspec.core.types import Params
-from jspec.core.weights import Weight, size_of
+from jspec.core.weights import Transposed, Weight, size_of
 from jspec.drafters import Eagle
 from jspec.drafters.none import NoDrafter
 from jspec.engine import pages, slots
@@ -83,14 +83,17 @@ class Cell:
         return self.batch * -(-(tokens + self.nodes) // pages.PAGE_SIZE) + 1
 
 
-# The blocks of GGUF's Q4_0, Q4_1 and Q4_K, too, and those of gpt-oss, in which experts alone are.
+# The blocks of GGUF, too, and those of gpt-oss, in which experts alone are.
 _MXFP4 = "mxfp4"
 _SCHEMES = SCHEMES | {
     "q4_0": Scheme("q4_0", "int4", 8.0, (32,)),
     "q4_1": Scheme("q4_1", "uint4", 15.0, (32,)),
     "q4_k": Scheme("q4_k", "uint4", 15.0, (32,)),
+    "q6_k": Scheme("q6_k", "int8", 32.0, (16,)),
     _MXFP4: Scheme(_MXFP4, "float4_e2m1fn", 6.0, (32,)),
 }
+_BLOCKS = ("q4_1", "q4_k", "q6_k")  # kinds that have minima or outer factors
+_SUPERBLOCK = 256  # numbers
 _8B = Cell("", "llama-8b", 8, 2048, 5, attention="kernel")
 
 
@@ -149,7 +152,7 @@ TABLE = (
         {"sampled": True},
         {"kv_cache_dtype": "fp8"} | _XLA,
         *({"kv_cache_dtype": name} for name in ("fp8", "int8")),
-        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0")),
+        *({"quantization": name} for name in ("fp8", "int8", "int4", "q4_0", *_BLOCKS)),
         {"model": "gemma-27b", "context": 8192},
         _70B,
         *({"tp": tp} for tp in (4, 8)),
@@ -314,26 +317,15 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
-        made = functools.partial(_made, name=quantization, swapped=kernel == "pallas_gpu")
-        of_stacks = quantization == _MXFP4
-        narrow = functools.partial(_narrow, made, kernel, of_stacks=of_stacks)
+        made = functools.partial(
+            quantize, scheme=_SCHEMES[quantization], swapped=kernel == "pallas_gpu"
+        )
+        narrow = functools.partial(_narrow, made, kernel, name=quantization)
         layers = jax.tree_util.tree_map_with_path(narrow, target.layers)
         target = target.replace(layers=layers)
     if isinstance(plan.drafter, NoDrafter):
         return Params(target, None)
     return Params(target, eagle.init_params(key, plan.drafter.config, dtype=jnp.bfloat16))
-
-
-def _made(x: jax.Array, *, name: str, swapped: bool) -> Weight:
-    """Return an array quantised; GGUF's kinds with minima have factors as in the files."""
-    weight = quantize(x, scheme=_SCHEMES[name], swapped=swapped)
-    if name not in ("q4_1", "q4_k"):
-        return weight
-    halves = weight.scales.inner.astype(jnp.float16)
-    factors = Factors(halves)
-    if name == "q4_k":  # Superblocks of 8 groups.
-        factors = Factors(halves.astype(jnp.uint8), halves[::8])
-    return weight.replace(scales=factors, minima=factors)
 
 
 def _narrow(
@@ -342,16 +334,35 @@ def _narrow(
     path: tuple,
     x: jax.Array,
     *,
-    of_stacks: bool,
+    name: str,
 ) -> jax.Array | Weight:
-    """Return the array of a layer quantised; ``of_stacks`` is for experts alone, in MXFP4."""
+    """Return the array of a layer quantised; in MXFP4, experts alone are."""
+    of_stacks = name == _MXFP4
     if x.ndim < 2 + of_stacks or path[-1].name == "router":
         return x
     weight = made(x)
     if of_stacks:  # The scales are powers of two.
-        powers = lambda x: x.astype(jnp.float8_e8m0fnu) if x.dtype == jnp.bfloat16 else x
-        weight = jax.tree.map(powers, weight)
-    return for_kernel(weight, kernel)
+        weight = jax.tree.map(_as_powers, weight)
+    return for_kernel(_in_blocks(weight, name) if name in _BLOCKS else weight, kernel)
+
+
+def _as_powers(array: jax.Array) -> jax.Array:
+    return array.astype(jnp.float8_e8m0fnu) if array.dtype == jnp.bfloat16 else array
+
+
+def _in_blocks(weight: Weight, name: str) -> Weight:
+    """Return a matrix with the arrays of a kind of blocks of GGUF, whatever their numbers."""
+    if isinstance(weight, Transposed):
+        return Transposed(_in_blocks(weight.stored, name))
+    inner, outer = weight.scales.inner.astype(jnp.float16), None
+    if name.endswith("k"):
+        count = weight.shape[weight.axis] // _SUPERBLOCK
+        outer = jax.lax.slice_in_dim(inner, 0, count, axis=weight.axis)
+        inner = inner.astype(jnp.uint8 if name == "q4_k" else jnp.int8)
+    factors = Factors(inner, outer)
+    if name == "q6_k":
+        return weight.replace(scales=factors)
+    return weight.replace(scales=factors, minima=factors)
 
 
 def _minimum(cell: Cell, plan: Plan, params: Params) -> int:

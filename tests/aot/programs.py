@@ -157,7 +157,8 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             if platform == "cuda" or not case.groups:
                 programs_by_name[f"grouped_matmul, {name}"] = Program(program)
         for name, case in MATRICES.items():
-            if platform == "tpu" and case.groups == 1:  # XLA reads them as they are stored
+            # XLA reads those of one group as they are stored, and TPUs have no kernel for others.
+            if platform == "tpu" and not case.is_scaled:
                 continue
             program = functools.partial(quantized_matmul, case, kernel)
             programs_by_name[f"quantized_matmul, {name}"] = Program(program)
@@ -259,7 +260,9 @@ def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) ->
 def quantized_matmul(case: Case, implementation: str, put: Callable[[Any], Any]) -> Any:
     """Trace a case of the kernel tests, with its matrix as the kernel takes it."""
     arrays = case.arrays(-1 if implementation == "pallas_gpu" else -2)
-    multiply = functools.partial(ops.quantized_matmul, implementation=implementation)
+    multiply = functools.partial(
+        ops.quantized_matmul, offset=case.offset, implementation=implementation
+    )
     return jax.jit(multiply).trace(*put(arrays, weights=True))
 
 

@@ -1,7 +1,10 @@
 """GGUF blocks that stay quantised: their numbers are to the bit those of the ``gguf`` package."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from jspec.checkpoints.quantised import reading
 from jspec.checkpoints.quantised.stored import StoredTensor
 from jspec.core.quantized import Joined
 from jspec.core.weights import Weight, linear, look_up, size_of
+from jspec.models.quantised import ForKernel
 
 gguf = pytest.importorskip("gguf")
 RNG = np.random.default_rng(3)
@@ -51,6 +55,20 @@ def test_blocks_are_kept_and_their_numbers_are_those_of_the_package(kind):
         size = sum(size_of(x) for x in (parts.values, *leaves(parts.scales), *leaves(parts.minima)))
         assert 8 * size / (INPUTS * OUTPUTS) == BITS[kind]
     np.testing.assert_array_equal(look_up(weight, np.array([5, 0])), floats[[5, 0]])
+
+
+@pytest.mark.parametrize("kind", gguf_blocks.KINDS)
+def test_blocks_are_read_for_the_kernel_on_hopper_in_as_many_bytes(kind, monkeypatch):
+    gpu = SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    tensor, floats = drawn(kind, outputs=64)
+    stored = gguf_blocks.opened({"w.weight": tensor})
+    weight = reading.read(matrix(("w",), "w.weight", 64, INPUTS), stored, jnp.dtype(jnp.bfloat16))
+    assert isinstance(weight.stored, ForKernel)
+    np.testing.assert_array_equal(weight.array(), jnp.bfloat16(floats.T))
+    size = sum(map(size_of, jax.tree.leaves(weight)))
+    assert 8 * size / (INPUTS * 64) == BITS[kind]
 
 
 def table_of(name):

@@ -19,7 +19,7 @@ from jspec.api.build import build_plan
 from jspec.api.config import read
 from jspec.checkpoints.loading import LoadedModel
 from jspec.checkpoints.quantised import on_the_fly
-from jspec.core.quantized import SCHEMES, Quantized, quantize
+from jspec.core.quantized import SCHEMES, Factors, Quantized, quantize
 from jspec.core.weights import Transposed
 from jspec.engine.profile import Profile
 from jspec.models import decoder, partition
@@ -44,20 +44,24 @@ def by_reference(weight):
     return Transposed(ForKernel(**fields, implementation="reference"))
 
 
-def matrix(scheme: str, *, zeros: bool = False):
+def matrix(scheme: str, *, zeros: bool = False, minima: bool = False):
     weight = 0.1 * jax.random.normal(jax.random.key(0), (1024, 256))
     made = quantize(weight.astype(jnp.bfloat16), SCHEMES[scheme], swapped=True)
     if zeros:
         shape = made.stored.scales.inner.shape
         drawn = jax.random.randint(jax.random.key(1), shape, -8, 8).astype(jnp.bfloat16)
         made = Transposed(made.stored.replace(zeros=drawn))
+    if minima:
+        factors = Factors(made.stored.scales.inner, made.stored.scales.inner[:, ::2])
+        made = Transposed(made.stored.replace(scales=factors, minima=factors))
     return by_reference(made)
 
 
 def products():
     """Yield the products of parts beside those of whole matrices, and their collectives."""
     devices = mesh.make(WAYS)
-    for case in ({"scheme": "int4"}, {"scheme": "int4", "zeros": True}, {"scheme": "fp8"}):
+    int4 = {"scheme": "int4"}
+    for case in (int4, int4 | {"zeros": True}, int4 | {"minima": True}, {"scheme": "fp8"}):
         weight = matrix(**case)
         for rows in (5, 200):
             x = jax.random.normal(jax.random.key(2), (rows, 1024)).astype(jnp.bfloat16)

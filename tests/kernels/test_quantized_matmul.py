@@ -6,6 +6,7 @@ layout of registers: the conversions to the operands of wgmma are only compiled.
 
 import functools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,30 +25,42 @@ from jspec.models.quantised import ForKernel, by_xla, for_kernel
 
 interpreting = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
 
-# Rows, outputs, inputs, groups, dtype of values, dtype of zero points, splits.
+
+class Form(NamedTuple):
+    """A matrix [O, I], the dtypes of its values and zero points, and the rows that it meets."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    groups: int
+    values: str
+    zeros: str | None = None
+    splits: int = 1
+    minima: bool = False
+    superblocks: int = 0  # Scales and minima have as many outer factors.
+    offset: int = 0
+
+
 FORMS = {
-    "int4 in groups, two splits": (5, 128, 384, 3, "int4", None, 2),
-    "int4 with zeros in small groups": (9, 64, 192, 3, "int4", "int8", 1),
-    "int4 in groups of 32, two splits": (5, 64, 384, 12, "int4", "int8", 2),
-    "int8 in groups of 32": (3, 64, 192, 6, "int8", None, 1),
-    "int8 by channel, more splits than fit": (40, 64, 256, 1, "int8", None, 2),
-    "int8 with zeros": (1, 64, 256, 2, "int8", "bfloat16", 1),
-    "fp8 by channel": (3, 64, 256, 1, "float8_e4m3fn", None, 1),
-    "fp8 in blocks": (16, 64, 256, 2, "float8_e5m2", None, 2),
+    "int4 in groups, two splits": Form(5, 128, 384, 3, "int4", splits=2),
+    "int4 with zeros in small groups": Form(9, 64, 192, 3, "int4", "int8"),
+    "int4 in groups of 32, two splits": Form(5, 64, 384, 12, "int4", "int8", splits=2),
+    "int8 in groups of 32": Form(3, 64, 192, 6, "int8"),
+    "int8 by channel, more splits than fit": Form(40, 64, 256, 1, "int8", splits=2),
+    "int8 with zeros": Form(1, 64, 256, 2, "int8", "bfloat16"),
+    "fp8 by channel": Form(3, 64, 256, 1, "float8_e4m3fn"),
+    "fp8 in blocks": Form(16, 64, 256, 2, "float8_e5m2", splits=2),
+    "Q4_1, two splits": Form(5, 128, 384, 12, "int4", splits=2, minima=True, offset=8),
+    "Q4_K": Form(9, 64, 512, 16, "int4", minima=True, superblocks=2, offset=8),
+    "Q6_K, two splits": Form(5, 64, 512, 32, "int8", splits=2, superblocks=2),
+    "int8 by channel with minima": Form(5, 64, 256, 1, "int8", splits=2, minima=True, offset=128),
+    "int4 with zeros and minima": Form(3, 64, 512, 2, "int4", "int8", minima=True),
+    "fp8 in blocks with minima": Form(3, 64, 256, 2, "float8_e4m3fn", minima=True),
 }
 # Rows, outputs, inputs, groups, dtypes of values, zero points and scales, groups of a superblock.
 TPU_FORMS = {
     "int4 in groups of 32, a block and a rest": (5, 128, 640, 20, "int4", None, "float16", None),
-    "int4 with zeros, two tiles of outputs": (
-        17,
-        384,
-        128,
-        4,
-        "int4",
-        "bfloat16",
-        "bfloat16",
-        None,
-    ),
+    "int4 with zeros": (17, 384, 128, 4, "int4", "bfloat16", "bfloat16", None),
     "uint4 in groups of 32, in superblocks": (1, 128, 768, 24, "uint4", None, "uint8", 8),
     "int8 in groups of 16, in superblocks": (2, 128, 512, 32, "int8", None, "int8", 16),
     "int8 in groups of 64, two blocks": (1, 128, 2048, 32, "int8", None, "float16", None),
@@ -55,15 +68,25 @@ TPU_FORMS = {
 }
 
 
-def arguments(rows, outputs, inputs, groups, values, zeros):
-    keys = jax.random.split(jax.random.key(rows), 4)
-    sizes = 100.0 ** (jnp.arange(rows)[:, None] % 5)  # Rows are scaled apart.
+def arguments(form):
+    """Return the arrays of a product; rows are scaled apart."""
+    keys = jax.random.split(jax.random.key(form.rows), 7)
+    sizes = 100.0 ** (jnp.arange(form.rows)[:, None] % 5)
+    matrix, factors = (form.outputs, form.inputs), (form.outputs, form.groups)
     draw = lambda key, shape: jax.random.randint(key, shape, -8, 8)
+    normal = lambda key, shape: jax.random.normal(key, shape).astype(jnp.bfloat16)
+    whole = lambda key, shape: jax.random.randint(key, shape, 0, 64).astype(jnp.uint8)
+    inner = whole if form.superblocks else normal
+    superblocks = (form.outputs, form.superblocks)
+    outer = [normal(key, superblocks) if form.superblocks else None for key in keys[4:6]]
     return (
-        (sizes * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16),
-        (draw(keys[1], (outputs, inputs)) + 8 * values.startswith("u")).astype(values),
-        jax.random.normal(keys[2], (outputs, groups)).astype(jnp.bfloat16),
-        None if zeros is None else draw(keys[3], (outputs, groups)).astype(zeros),
+        (sizes * jax.random.normal(keys[0], (form.rows, form.inputs))).astype(jnp.bfloat16),
+        (draw(keys[1], matrix) + 8 * form.values.startswith("u")).astype(form.values),
+        inner(keys[2], factors),
+        None if form.zeros is None else draw(keys[3], factors).astype(form.zeros),
+        outer[0],
+        inner(keys[6], factors) if form.minima else None,
+        outer[1] if form.minima else None,
     )
 
 
@@ -80,26 +103,36 @@ def by_input(x, *matrix):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_reference_and_xla_multiply_the_numbers(name):
-    *sizes, _ = FORMS[name]
-    x, values, scales, zeros = arrays = arguments(*sizes)
-    wide = lambda array: np.repeat(np.asarray(array, np.float64), sizes[2] // sizes[3], 1)
-    numbers = np.asarray(values, np.float64) - (0 if zeros is None else wide(zeros))
-    expected = np.asarray(x, np.float64) @ (numbers * wide(scales)).T
+    form = FORMS[name]
+    x, values, scales, zeros, outer_scales, minima, outer_minima = arrays = arguments(form)
+
+    def wide(array, default):
+        if array is None:
+            return default
+        return np.repeat(np.asarray(array, np.float64), form.inputs // array.shape[1], 1)
+
+    numbers = np.asarray(values, np.float64) + form.offset - wide(zeros, 0)
+    numbers = numbers * wide(scales, 1) * wide(outer_scales, 1)
+    numbers = numbers + wide(minima, 0) * wide(outer_minima, 1)
+    expected = np.asarray(x, np.float64) @ numbers.T
     for given in (arrays, by_input(*arrays)):
-        close(reference.quantized_matmul(*given), expected)
-        close(jax.jit(xla.quantized_matmul)(*given), expected)
+        for multiply in (reference.quantized_matmul, xla.quantized_matmul):
+            jitted = jax.jit(multiply, static_argnames="offset")
+            close(jitted(*given, offset=form.offset), expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_for_hopper_is_the_reference(name):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    *sizes, splits = FORMS[name]
-    arrays, depth = arguments(*sizes), max(64, min(128, sizes[2] // sizes[3]))
-    blocks = pallas_gpu.Blocks(splits, depth, 2, is_interpreted=True)
+    form = FORMS[name]
+    arrays, depth = arguments(form), max(64, min(128, form.inputs // form.groups))
+    blocks = pallas_gpu.Blocks(form.splits, depth, 2, is_interpreted=True)
     interpret = interpreting.InterpretGPUParams(detect_races=True)
-    result = pallas_gpu.quantized_matmul(*arrays, blocks=blocks, interpret=interpret)
-    close(result, np.asarray(reference.quantized_matmul(*arrays)))
+    result = pallas_gpu.quantized_matmul(
+        *arrays, offset=form.offset, blocks=blocks, interpret=interpret
+    )
+    close(result, np.asarray(reference.quantized_matmul(*arrays, offset=form.offset)))
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -108,8 +141,8 @@ def test_the_kernel_for_tpus_multiplies_the_matrix_that_the_weight_stands_for(na
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     *sizes, kind, superblock = TPU_FORMS[name]
-    x, values, scales, zeros = arguments(*sizes)
-    outer = None
+    x, values, scales, zeros, *_ = arguments(Form(*sizes))
+    outer, offset = None, 3 * ("int" in sizes[4])
     if superblock:
         scales, outer = jnp.abs(20 * scales), scales[:, ::superblock].astype(jnp.float16)
     scales = scales.at[0, 0].set(0).at[1, 0].set(3e-7).astype(kind)  # subnormal in float16
@@ -118,25 +151,25 @@ def test_the_kernel_for_tpus_multiplies_the_matrix_that_the_weight_stands_for(na
     interpret = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )
-    result = pallas_tpu.quantized_matmul(*arrays, interpret=interpret)
+    result = pallas_tpu.quantized_matmul(*arrays, offset=offset, interpret=interpret)
     assert not interpret_pallas_call.races.races_found
-    close(result, np.asarray(reference.quantized_matmul(*arrays)), tolerance=0.01)
-    weight = Quantized(
-        arrays[1], Factors(arrays[2], arrays[4]), arrays[3], axis=-2, name="bfloat16"
-    )
+    expected = np.asarray(reference.quantized_matmul(*arrays, offset=offset))
+    close(result, expected, tolerance=0.01)
+    zeros = (0 if zeros is None else arrays[3]) - jnp.full(arrays[2].shape, offset, jnp.float32)
+    weight = Quantized(arrays[1], Factors(arrays[2], arrays[4]), zeros, axis=-2, name="bfloat16")
     close(result, np.asarray(x, np.float64) @ np.asarray(weight.array(), np.float64))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_kernels_lower_at_the_real_size(case):
     def multiply(*arrays, implementation):
-        return ops.quantized_matmul(*arrays, implementation=implementation)
+        return ops.quantized_matmul(*arrays, offset=case.offset, implementation=implementation)
 
     kernels = [
         ("pallas_gpu", "cuda", -1, "mosaic_gpu"),
         ("pallas_tpu", "tpu", -2, "tpu_custom_call"),
     ]
-    for name, platform, axis, call in kernels if case.groups > 1 else kernels[:1]:
+    for name, platform, axis, call in kernels if case.is_scaled else kernels[:1]:
         traced = jax.jit(functools.partial(multiply, implementation=name)).trace(*case.arrays(axis))
         lowered = traced.lower(lowering_platforms=(platform,))
         assert lowered.as_text().count(call) >= 1
@@ -157,8 +190,10 @@ def test_every_split_has_inputs():
         ("gpu", (3, 64, 128, 1, "uint4"), "takes values in int4, int8.*, not uint4; convert them"),
         ("gpu", (3, 96, 128, 1, "int4"), "multiple of 64 outputs.* not 96 with groups of 128; pad"),
         ("gpu", (3, 64, 96, 3, "int4"), "not 64 with groups of 32; pad them"),
-        ("gpu", (3, 64, 128, 8, "int4"), "groups of 32 or a.* not 64 with groups of 16; pad them"),
+        ("gpu", (3, 64, 128, 16, "int4"), "groups of 16 or 32 or a.* not 64 with groups of 8; pad"),
         ("gpu", (129, 64, 128, 1, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
+        ("gpu", (3, 64, 512, 16, "int4", None, 1, True, 8), "factors of 128n inputs .* not of 64"),
+        ("gpu", (3, 64, 512, 16, "float4_e2m1fn", None, 1, True), "takes no minima of float4_e2m"),
         (
             "tpu",
             (3, 128, 128, 4, "int32"),
@@ -168,17 +203,22 @@ def test_every_split_has_inputs():
         ("tpu", (3, 128, 96, 3, "int4"), "not 96 and 128 in groups of 32; pad them"),
         ("tpu", (3, 128, 128, 16, "int4"), "groups of 16, 32, 64.* in groups of 8; pad them"),
         ("tpu", (129, 128, 128, 4, "int4"), "up to 128 rows, not 129; multiply the matrix out"),
+        (
+            "tpu",
+            (3, 128, 128, 4, "int4", None, 1, True, 1),
+            "takes superblocks of 8n groups, not of 4",
+        ),
     ],
 )
 def test_matrices_that_a_kernel_does_not_take_are_refused(name, sizes, message):
-    given = arguments(*sizes, None)
+    given = arguments(Form(*sizes))
     swapped = by_input(*given)
     given, swapped = (given, swapped) if name == "gpu" else (swapped, given)
     multiply = functools.partial(ops.quantized_matmul, implementation=f"pallas_{name}")
     with pytest.raises(ValueError, match=message):
         multiply(*given)
     with pytest.raises(ValueError, match=r"takes values .* with scales .*; transpose both"):
-        multiply(*swapped)
+        multiply(*swapped[:4])
 
 
 @pytest.fixture
@@ -189,29 +229,49 @@ def hopper(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
 
-def unsigned(values, groups=2):
-    """Return a weight of whole numbers without a sign, as AWQ and GPTQ have them."""
+def unsigned(values, groups=2, superblocks=None):
+    """Return a weight of whole numbers without a sign.
+
+    It has zero points, as of AWQ and GPTQ; or, with ``superblocks``, minima, as GGUF's blocks.
+    """
     draw = lambda key, shape, most: jax.random.randint(jax.random.key(key), shape, 0, most)
     scales = (1 + draw(1, (64, groups), 9)).astype(jnp.float16) / 8
+    outer = scales[:, :superblocks] if superblocks else None
     stored = Quantized(
         values=draw(0, (64, 128), 16).astype(values),
-        scales=Factors(scales),
-        zeros=draw(2, (64, groups), 17).astype(jnp.uint16),
+        scales=Factors(scales, outer),
+        zeros=draw(2, (64, groups), 17).astype(jnp.uint16) if superblocks is None else None,
+        minima=None if superblocks is None else Factors(-scales, outer),
         axis=-1,
         name="bfloat16",
     )
     return Transposed(stored)
 
 
-@pytest.mark.parametrize(("values", "groups"), [("uint4", 2), ("uint8", 2), ("uint4", 4)])
-def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values, groups):
-    weight = unsigned(values, groups)
+@pytest.mark.parametrize(
+    ("values", "groups", "superblocks"),
+    [
+        ("uint4", 2, None),
+        ("uint8", 2, None),
+        ("uint4", 4, None),
+        ("uint4", 4, 0),
+        ("uint4", 4, 1),
+        ("uint8", 1, 0),
+    ],
+)
+def test_numbers_without_a_sign_stay_equal_to_the_bit(hopper, values, groups, superblocks):
+    weight = unsigned(values, groups, superblocks)
     made = for_kernel(weight)
     assert isinstance(made.stored, ForKernel)
     assert made.stored.values.dtype.name == values[1:]
     np.testing.assert_array_equal(made.array(), weight.array())
     np.testing.assert_array_equal(as_stored(made).array(), weight.array())
     assert type(as_stored(made)) is Quantized
+    assert jax.tree.map(jnp.shape, as_stored(made)) == jax.tree.map(jnp.shape, as_stored(weight))
+    x = jax.random.normal(jax.random.key(0), (3, 128)).astype(jnp.bfloat16)
+    for name in ("reference", "xla"):
+        stored = made.stored.replace(implementation=name)
+        close(ops.linear(x, Transposed(stored)), np.asarray(ops.linear(x, weight)))
 
 
 def test_weights_that_no_kernel_takes_stay_as_they_are(hopper, monkeypatch):
