@@ -67,11 +67,11 @@ def _where_better(backend: Backend, *arrays: Array | None) -> bool:
     return backend.load("quantized_matmul").is_better(*arrays)
 
 
-def _on_gpu(operation: str) -> Callable[..., bool]:
-    """Return whether a GPU takes some arrays, for a kernel that is better wherever it runs."""
+def _on(platform: str, operation: str) -> Callable[..., bool]:
+    """Return whether a device takes some arrays, for a kernel that is better wherever it runs."""
 
     def takes(backend: Backend, *arrays: Array | None) -> bool:
-        return jax.default_backend() == "gpu" and not backend.refusal(operation, *arrays)
+        return jax.default_backend() == platform and not backend.refusal(operation, *arrays)
 
     return takes
 
@@ -89,14 +89,17 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "grouped_matmul": (
         Backend(
-            "pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu("grouped_matmul"), refuses=True
+            "pallas_gpu", "pallas_gpu", "cuda", default=_on("gpu", "grouped_matmul"), refuses=True
+        ),
+        Backend(
+            "pallas_tpu", "pallas_tpu", "tpu", default=_on("tpu", "grouped_matmul"), refuses=True
         ),
         Backend("xla", "xla", default=lambda *_: True),
         Backend("reference", "reference"),
     ),
     "quantized_matmul": (
         Backend(
-            "pallas_gpu", "pallas_gpu", "cuda", default=_on_gpu("quantized_matmul"), refuses=True
+            "pallas_gpu", "pallas_gpu", "cuda", default=_on("gpu", "quantized_matmul"), refuses=True
         ),
         Backend("pallas_tpu", "pallas_tpu", "tpu", default=_where_better, refuses=True),
         Backend("xla", "xla", default=lambda *_: True),

@@ -32,9 +32,9 @@ class Bits(Factors):
 
 @struct.dataclass
 class ForKernel(Quantized):
-    """A quantised matrix of bfloat16 numbers, or a stack of them, [E, O, I].
+    """A quantised matrix of bfloat16 numbers, or a stack of them.
 
-    On GPUs its values have a sign. Stacks have no minima and no outer factors.
+    On GPUs its values have a sign. Stacks, there [E, O, I], have no minima and no outer factors.
 
     Attributes:
       implementation: of ``ops.quantized_matmul`` or ``ops.grouped_matmul``; None for the device's
@@ -89,6 +89,10 @@ class ForKernel(Quantized):
             return super().grouped(x, sizes, multiply)
         named = {"implementation": self.implementation} if self.implementation else {}
         return multiply(x, self.values, sizes, self.scales.inner, self.zeros, **named)
+
+    def matrix(self, index: Array) -> Quantized:
+        """See ``Weight``; only the loop over experts for CPUs takes them one by one."""
+        return super().matrix(index).replace(implementation="xla")
 
     def swapped(self) -> Quantized:
         """Return the transpose of the matrix, which no kernel takes."""
@@ -145,18 +149,14 @@ def kernel_takes(weight: Weight, implementation: str | None = None) -> bool:
     if stack:
         is_plain = signed.order is signed.minima is scales.outer is None and not _offset(stored)
         sizes = jax.ShapeDtypeStruct(stack, jnp.int32)
-        return (
-            is_swapped
-            and is_plain
-            and ops.has_kernel(
-                "grouped_matmul",
-                implementation,
-                x,
-                signed.values,
-                sizes,
-                scales.inner,
-                signed.zeros,
-            )
+        return is_plain and ops.has_kernel(
+            "grouped_matmul",
+            implementation,
+            x,
+            signed.values,
+            sizes,
+            scales.inner,
+            signed.zeros,
         )
     return ops.has_kernel(
         "quantized_matmul",

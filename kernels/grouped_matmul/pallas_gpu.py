@@ -51,6 +51,8 @@ def refusal(
 ) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     del x, sizes, zeros
+    if scales is not None and weights.shape[1] != scales.shape[1]:
+        return "takes values [E, N, K] with scales [E, N, G], not [E, K, N]; transpose both"
     reason = _refusal(weights) if scales is None else hopper_quantized.refusal(weights, scales)
     if reason is None and jax.default_backend() == "gpu":
         return wrong_device(jax.devices()[0])

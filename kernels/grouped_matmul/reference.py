@@ -22,13 +22,14 @@ def grouped_matmul(
     Args:
       x: [R, K], sorted by group; rounded to the dtype of ``weights``, or to bfloat16 if these are
         quantised.
-      weights: [E, K, N]; with ``scales`` values [E, N, K], as of ``quantized_matmul``.
+      weights: [E, K, N]; with ``scales`` values [E, N, K] or [E, K, N], see ``quantized_matmul``.
       sizes: int32 [E], the number of rows of each group.
-      scales: [E, N, G], one for each K / G values that follow each other; None for floats.
-      zeros: [E, N, G] whole numbers, subtracted from values; None for none.
+      scales: [E, N, G] or [E, G, N], as ``weights`` are; None for floats.
+      zeros: whole numbers, of the shape of ``scales``, subtracted from values; None for none.
 
     Returns:
-      [R, N], accumulated in float32 (or wider). Rows behind the last group are zeros.
+      [R, N], accumulated in float32 (or wider). Rows behind the last group are zeros. A kernel may
+      scale values instead of sums, and round them to bfloat16.
     """
     ends, row = jnp.cumsum(sizes), jnp.arange(len(x))[:, None]
     is_of = (row >= ends - sizes) & (row < ends)  # [R, E]

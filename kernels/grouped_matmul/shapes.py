@@ -16,15 +16,18 @@ class Case(NamedTuple):
     values: str = "bfloat16"  # dtype
     groups: int = 0  # Groups of inputs, with a scale each; 0 for floats.
 
-    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes of the arguments."""
+    def arrays(self, axis: int = -1) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of the arguments; with ``axis`` -2 quantised matrices are [K, N]."""
         shape, count = jax.ShapeDtypeStruct, self.experts
         x, sizes = shape((self.rows, self.depth), jnp.bfloat16), shape((count,), jnp.int32)
         if not self.groups:
             return x, shape((count, self.depth, self.columns), self.values), sizes
-        values = shape((count, self.columns, self.depth), self.values)
+        matrix, factors = (self.columns, self.depth), (self.columns, self.groups)
+        if axis == -2:
+            matrix, factors = matrix[::-1], factors[::-1]
+        values = shape((count, *matrix), self.values)
         scale = jnp.float8_e8m0fnu if values.dtype == jnp.float4_e2m1fn else jnp.bfloat16
-        return x, values, sizes, shape((count, self.columns, self.groups), scale)
+        return x, values, sizes, shape((count, *factors), scale)
 
 
 CASES = {

@@ -22,8 +22,9 @@ def grouped_matmul(
 ) -> Array:
     """See the reference."""
     if scales is not None:
-        stack = Quantized(weights, Factors(scales), zeros, axis=-1, name="bfloat16")
-        weights = stack.array().swapaxes(-1, -2)
+        axis = -1 if weights.shape[1] == scales.shape[1] else -2
+        stack = Quantized(weights, Factors(scales), zeros, axis=axis, name="bfloat16")
+        weights = stack.array() if axis == -2 else stack.array().swapaxes(-1, -2)
     return lax.ragged_dot(
         x.astype(weights.dtype),
         weights,

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -126,6 +127,7 @@ TABLE = (
         _70B | {"tp": 8} | _LAID,
         *(_MOE | change for change in (_ONE | _PLAIN, _ONE, {})),
         *(_HYBRID | change for change in (_ONE, {})),
+        *(model | change for model in _NARROW for change in (_ONE, {})),
     ),
     *_cells("v5e", _XLA, {}, *_PARTS),
     *_cells(
@@ -264,8 +266,8 @@ def trace(
 ) -> Traced:
     """Trace a launch of a cell, whose abstract arrays ``placing`` puts on devices."""
     plan = plan_of(cell, platform, num_layers, others=others)
-    kernel = _quantized_kernel(cell, platform)
-    params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization, kernel))
+    kernels = _quantized_kernels(cell, platform)
+    params = jax.eval_shape(functools.partial(params_of, plan, cell.quantization, kernels))
     profile = Profile().numeric() if cell.sampled else Profile().rounded()
     rows = [None] * cell.batch
     request = slots.with_keys.eval_shape(*request_of(rows, profile, plan.target.vocab_size))
@@ -302,25 +304,25 @@ def trace(
     )
 
 
-def _quantized_kernel(cell: Cell, platform: str) -> str | None:
-    """Return the kernel that is the default for the quantised matrices of a cell, or None."""
+def _quantized_kernels(cell: Cell, platform: str) -> dict[int, str]:
+    """Return the default kernels of quantised matrices, by their number of axes; 3 of experts."""
     if cell.quantization is None or cell.attention == "xla":
-        return None
+        return {}
     groups, rows = _SCHEMES[cell.quantization].groups, cell.batch * cell.nodes
-    if platform == "tpu" and not (groups and is_multiplied_out(rows, groups[0])):
-        return None
-    return KERNELS[platform]
+    of_matrices = platform != "tpu" or (groups and is_multiplied_out(rows, groups[0]))
+    return dict.fromkeys((2, 3) if of_matrices else (3,), KERNELS[platform])
 
 
-def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = None) -> Params:
-    """Return random weights; ``kernel`` multiplies the quantised ones."""
+def params_of(
+    plan: Plan, quantization: str | None = None, kernels: Mapping[int, str] = MappingProxyType({})
+) -> Params:
+    """Return random weights; ``kernels`` multiply the quantised ones."""
     key, network = jax.random.key(0), plan.target.config
     target = decoder.init_params(key, network, dtype=jnp.bfloat16)
     if quantization is not None:
-        made = functools.partial(
-            quantize, scheme=_SCHEMES[quantization], swapped=kernel == "pallas_gpu"
-        )
-        narrow = functools.partial(_narrow, made, kernel, name=quantization)
+        is_swapped = "pallas_gpu" in kernels.values()
+        made = functools.partial(quantize, scheme=_SCHEMES[quantization], swapped=is_swapped)
+        narrow = functools.partial(_narrow, made, kernels, name=quantization)
         layers = jax.tree_util.tree_map_with_path(narrow, target.layers)
         target = target.replace(layers=layers)
     if isinstance(plan.drafter, NoDrafter):
@@ -330,7 +332,7 @@ def params_of(plan: Plan, quantization: str | None = None, kernel: str | None = 
 
 def _narrow(
     made: Callable[..., Weight],
-    kernel: str | None,
+    kernels: Mapping[int, str],
     path: tuple,
     x: jax.Array,
     *,
@@ -343,7 +345,8 @@ def _narrow(
     weight = made(x)
     if of_stacks:  # The scales are powers of two.
         weight = jax.tree.map(_as_powers, weight)
-    return for_kernel(_in_blocks(weight, name) if name in _BLOCKS else weight, kernel)
+    weight = _in_blocks(weight, name) if name in _BLOCKS else weight
+    return for_kernel(weight, kernels[x.ndim]) if x.ndim in kernels else weight
 
 
 def _as_powers(array: jax.Array) -> jax.Array:

@@ -153,9 +153,9 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             programs_by_name[f"rejection_sampling, {name}"] = Program(program)
         for name, case in EXPERTS.items():
-            program = functools.partial(grouped_matmul, name, EXPERT_KERNELS[platform])
-            if platform == "cuda" or not case.groups:
-                programs_by_name[f"grouped_matmul, {name}"] = Program(program)
+            implementation = kernel if case.groups else EXPERT_KERNELS[platform]
+            program = functools.partial(grouped_matmul, name, implementation)
+            programs_by_name[f"grouped_matmul, {name}"] = Program(program)
         for name, case in MATRICES.items():
             # XLA reads those of one group as they are stored, and TPUs have no kernel for others.
             if platform == "tpu" and not case.is_scaled:
@@ -252,7 +252,7 @@ def attention(
 
 def grouped_matmul(name: str, implementation: str, put: Callable[[Any], Any]) -> Any:
     """Trace a case of the kernel tests."""
-    arrays = EXPERTS[name].arrays()
+    arrays = EXPERTS[name].arrays(-2 if implementation == "pallas_tpu" else -1)
     multiply = functools.partial(ops.grouped_matmul, implementation=implementation)
     return jax.jit(multiply).trace(*put(arrays, weights=True))
 

@@ -5,6 +5,7 @@ layout of registers: these are only compiled.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,13 @@ import numpy as np
 import pytest
 
 from jspec import ops
-from jspec.core.quantized import SCHEMES, quantize
+from jspec.core.quantized import SCHEMES, grouped, quantize
 from jspec.kernels import hopper_quantized
-from jspec.kernels.grouped_matmul import pallas_gpu, reference, xla
+from jspec.kernels.grouped_matmul import pallas_gpu, pallas_tpu, reference, xla
 from jspec.kernels.grouped_matmul.items import items_of
 from jspec.kernels.grouped_matmul.shapes import CASES
 from jspec.models.blocks.experts import Experts, mixture
-from jspec.models.quantised import by_xla, for_kernel
+from jspec.models.quantised import ForKernel, by_xla, for_kernel
 
 interpreting = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
 
@@ -65,10 +66,10 @@ def quantised_arguments(rows, depth, groups, values, scales, zeros, columns=64):
     )
 
 
-def close(result, expected):
+def close(result, expected, tolerance=1e-5):
     """Compare each row by its own largest number."""
     error = np.abs(np.asarray(result, np.float64) - expected).max(1)
-    np.testing.assert_array_less(error, 1e-5 * np.abs(expected).max(1) + 1e-30)
+    np.testing.assert_array_less(error, tolerance * np.abs(expected).max(1) + 1e-30)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -119,6 +120,32 @@ def test_quantised_matrices_are_multiplied_as_they_are(name):
     interpret = interpreting.InterpretGPUParams(detect_races=True)
     close(pallas_gpu.grouped_matmul(*arrays, blocks=blocks, interpret=interpret), expected)
     assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_kernel_for_tpus_multiplies_the_numbers_of_quantised_matrices(name):
+    x, values, sizes, scales, zeros = quantised_arguments(*QUANTISED[name], columns=320)
+    turn = lambda array: array if array is None else array.swapaxes(1, 2)
+    values = jnp.asarray(np.asarray(values).swapaxes(1, 2))
+    scales, zeros = turn(scales), turn(zeros)
+    result = pallas_tpu.grouped_matmul(x, values, sizes, scales, zeros, interpret=True)
+    # Numbers are values times scales, rounded to bfloat16.
+    close(result, np.asarray(reference.grouped_matmul(x, values, sizes, scales, zeros)), 2**-7)
+    by_xla = jax.jit(xla.grouped_matmul)(x, values, sizes, scales, zeros)
+    close(by_xla, np.asarray(result, np.float64))
+
+
+def test_every_row_has_an_item_of_a_tpu_and_groups_of_a_tile_follow_each_other():
+    sizes = np.array([3, 0, 70, 16, 8], np.int32)
+    items = pallas_tpu.items_of(jnp.array(sizes), 150, 16)
+    rows = [
+        (int(group), row)
+        for group, tile, begin, end in zip(*items, strict=True)
+        for row in range(begin, end)
+        if row // 16 == tile
+    ]
+    assert rows == list(zip(np.repeat(np.arange(5), sizes), range(97), strict=True))
+    assert (np.diff(items.tile) >= 0).all() and (np.diff(items.group) >= 0).all()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -175,11 +202,23 @@ def test_matrices_that_the_kernel_does_not_take_are_refused(changes, message):
 def test_quantised_matrices_that_the_kernel_does_not_take_are_refused():
     for sizes, message in (
         (("each", 128, 2, "uint4", "float32", None), "takes values in int4, int8.*, not uint4"),
-        (("each", 128, 8, "int8", "float32", None), "groups of 32 or a.*groups of 16; pad them"),
+        (("each", 128, 16, "int8", "float32", None), "groups of 16 or 32 or a.*groups of 8; pad"),
     ):
         arrays = quantised_arguments(*sizes)
         with pytest.raises(ValueError, match=message):
             ops.grouped_matmul(*arrays, implementation="pallas_gpu")
+    with pytest.raises(ValueError, match=r"takes values .* not \[E, N, K\]; transpose"):
+        ops.grouped_matmul(*arrays, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match="takes quantised matrices alone; leave others to XLA"):
+        ops.grouped_matmul(*arguments((3, 2), 5), implementation="pallas_tpu")
+    x, _, sizes, _, _ = arrays
+    for values, groups, message in (
+        ("uint4", 2, "takes values in int4, int8.* not uint4; convert them"),
+        ("int4", 8, "64 inputs, in groups of 32 n, not 128 in groups of 16; pad them"),
+    ):
+        stack, scales = jnp.zeros((5, 128, 64), values), jnp.zeros((5, groups, 64))
+        with pytest.raises(ValueError, match=message):
+            ops.grouped_matmul(x, stack, sizes, scales, implementation="pallas_tpu")
 
 
 def test_a_mixture_of_quantised_experts_runs_by_the_kernel_unless_xla_is_named():
@@ -200,3 +239,18 @@ def test_a_mixture_of_quantised_experts_runs_by_the_kernel_unless_xla_is_named()
         result = run(by_xla(narrow), config, x, implementation=implementation)
         expected = run(wide, config, x, implementation=implementation)
         np.testing.assert_allclose(result, expected, atol=0.02 * float(jnp.abs(expected).max()))
+
+
+def test_a_tpu_has_a_kernel_for_quantised_experts_alone(monkeypatch):
+    stack, sizes = jnp.ones((3, 128, 64), jnp.bfloat16), jnp.ones(3, jnp.int32)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for scheme in SCHEMES.values():
+        made = for_kernel(quantize(stack, scheme))
+        assert isinstance(made, ForKernel) and made.shape == stack.shape
+        assert by_xla(made).implementation == "xla"
+    x = jnp.ones((3, 128), jnp.bfloat16)
+    assert not ops.has_kernel("grouped_matmul", None, x, stack, sizes)
+    multiply = functools.partial(ops.grouped_matmul, implementation=None)
+    run = jax.jit(lambda x, stack: grouped(x, stack, sizes, multiply))
+    lowered = run.trace(x, made).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 1
