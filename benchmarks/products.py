@@ -75,7 +75,7 @@ def _quantised_contest(name: str) -> Contest:
         size = case.inputs // case.groups
         groups = min(case.groups, groups)
         case = case._replace(outputs=outputs, inputs=groups * min(size, 256), groups=groups)
-    x, *shapes = case.arrays()
+    x, *shapes = case.arrays(-2 if jax.default_backend() == "tpu" else -1)
     moved = sum(each.size * bits_of(each.dtype) // 8 for each in (x, *shapes) if each is not None)
     moved += 4 * case.rows * case.outputs
     copies = 1 if on_cpu else max(1, min(MOST_COPIES, -(-WORKING_SET // moved)))
@@ -85,7 +85,7 @@ def _quantised_contest(name: str) -> Contest:
         matrices=[[_drawn(next(keys), shape) for shape in shapes] for _ in range(copies)],
         nudge=jnp.zeros((), x.dtype),
     )
-    names = [XLA, INTERPRETED] if on_cpu else [XLA, *_on_gpus()]
+    names = [XLA, INTERPRETED] if on_cpu else [XLA, *_taken_by(x, *shapes)]
     steps = 1 if on_cpu else STEPS
     contenders = {
         each: functools.partial(_multiply_quantised, each, steps, **arrays) for each in names
@@ -104,6 +104,16 @@ def _drawn(key: jax.Array, shape: jax.ShapeDtypeStruct | None) -> jax.Array | No
     return jax.random.normal(key, shape.shape, jnp.bfloat16).astype(shape.dtype)
 
 
+def _taken_by(*arrays: jax.ShapeDtypeStruct | None) -> list[str]:
+    """Return the kernels of this device that take a quantised matrix."""
+    refused = {
+        each.name
+        for each in ops.BACKENDS["quantized_matmul"]
+        if each.refusal("quantized_matmul", *arrays)
+    }
+    return [name for name in kernels() if name not in refused]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply_quantised(implementation, steps, *, x, matrices, nudge):
     """Run ``steps`` products with all matrices, each of which depends on the one before."""
@@ -117,7 +127,9 @@ def _multiply_quantised(implementation, steps, *, x, matrices, nudge):
             out = product(x + nudge * out[:, :1].astype(x.dtype), *matrix)
         return out
 
-    out = jnp.zeros((len(x), len(matrices[0][0])), jnp.float32)
+    values, scales, *_ = matrices[0]
+    outputs = values.shape[0 if len(values) == len(scales) else 1]
+    out = jnp.zeros((len(x), outputs), jnp.float32)
     return jax.lax.fori_loop(0, steps, step, out)
 
 
