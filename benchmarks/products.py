@@ -74,12 +74,17 @@ def _quantised_contest(name: str) -> Contest:
         outputs, groups = SMALL
         size = case.inputs // case.groups
         groups = min(case.groups, groups)
-        case = case._replace(outputs=outputs, inputs=groups * min(size, 256), groups=groups)
+        case = case._replace(
+            outputs=outputs,
+            inputs=groups * min(size, 256),
+            groups=groups,
+            superblocks=min(case.superblocks, 1),
+        )
     x, *shapes = case.arrays(-2 if jax.default_backend() == "tpu" else -1)
     moved = sum(each.size * bits_of(each.dtype) // 8 for each in (x, *shapes) if each is not None)
     moved += 4 * case.rows * case.outputs
     copies = 1 if on_cpu else max(1, min(MOST_COPIES, -(-WORKING_SET // moved)))
-    keys = iter(jax.random.split(jax.random.key(0), 1 + 3 * copies))
+    keys = iter(jax.random.split(jax.random.key(0), 1 + len(shapes) * copies))
     arrays = dict(
         x=jax.random.normal(next(keys), x.shape, x.dtype),
         matrices=[[_drawn(next(keys), shape) for shape in shapes] for _ in range(copies)],
@@ -88,7 +93,8 @@ def _quantised_contest(name: str) -> Contest:
     names = [XLA, INTERPRETED] if on_cpu else [XLA, *_taken_by(x, *shapes)]
     steps = 1 if on_cpu else STEPS
     contenders = {
-        each: functools.partial(_multiply_quantised, each, steps, **arrays) for each in names
+        each: functools.partial(_multiply_quantised, each, steps, case.offset, **arrays)
+        for each in names
     }
     return Contest("quantized_matmul", {"case": name}, contenders, steps * copies, moved, copies)
 
@@ -114,8 +120,8 @@ def _taken_by(*arrays: jax.ShapeDtypeStruct | None) -> list[str]:
     return [name for name in kernels() if name not in refused]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _multiply_quantised(implementation, steps, *, x, matrices, nudge):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _multiply_quantised(implementation, steps, offset, *, x, matrices, nudge):
     """Run ``steps`` products with all matrices, each of which depends on the one before."""
     if implementation == INTERPRETED:
         product = _interpreted
@@ -124,7 +130,7 @@ def _multiply_quantised(implementation, steps, *, x, matrices, nudge):
 
     def step(_, out):
         for matrix in matrices:
-            out = product(x + nudge * out[:, :1].astype(x.dtype), *matrix)
+            out = product(x + nudge * out[:, :1].astype(x.dtype), *matrix, offset=offset)
         return out
 
     values, scales, *_ = matrices[0]
@@ -133,7 +139,7 @@ def _multiply_quantised(implementation, steps, *, x, matrices, nudge):
     return jax.lax.fori_loop(0, steps, step, out)
 
 
-def _interpreted(x: jax.Array, *matrix: jax.Array | None) -> jax.Array:
+def _interpreted(x: jax.Array, *matrix: jax.Array | None, offset: int) -> jax.Array:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     from jspec.kernels.quantized_matmul import pallas_gpu
@@ -141,7 +147,9 @@ def _interpreted(x: jax.Array, *matrix: jax.Array | None) -> jax.Array:
     padded = -(-len(x) // pallas_gpu.ROW_MULTIPLE) * pallas_gpu.ROW_MULTIPLE
     blocks = pallas_gpu.choose_blocks(padded, matrix[0], matrix[1].shape[1])
     blocks = dataclasses.replace(blocks, is_interpreted=True)
-    return pallas_gpu.quantized_matmul(x, *matrix, blocks=blocks, interpret=InterpretGPUParams())
+    return pallas_gpu.quantized_matmul(
+        x, *matrix, offset=offset, blocks=blocks, interpret=InterpretGPUParams()
+    )
 
 
 def _on_gpus() -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def test_the_kernel_is_interpreted_on_a_cpu_and_other_groups_are_not_well(monkey
     other = row_of(
         "quantized_matmul",
         matrices=lambda matrices: [
-            (values, scales[:, ::-1], zeros) for values, scales, zeros in matrices
+            (values, scales[:, ::-1], *others) for values, scales, *others in matrices
         ],
     )
     assert not other["well"]
