@@ -13,8 +13,8 @@ pairs. The implementations avoid reading unselected experts and copying weights 
     expert in place, so an expert is read once per block and unselected experts never.
   * Elsewhere ``ops.grouped_matmul`` over tokens sorted by expert: one instruction on TPUs, and a
     kernel on GPUs (kernels/grouped_matmul), because XLA multiplies every token with every expert
-    there. A loop would cost a GPU more, because each iteration waits for the host. The kernel takes
-    quantised experts as they are stored; XLA multiplies them out.
+    there. A loop would cost a GPU more, because each iteration waits for the host. Kernels on both
+    take quantised experts as they are stored; XLA multiplies them out.
 """
 
 import dataclasses
