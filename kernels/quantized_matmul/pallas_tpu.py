@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.core.quantized import KERNEL_ROWS, Factors, is_multiplied_out
-from jspec.core.weights import size_of
+from jspec.core.weights import linear, size_of
 
 Array = jax.Array
 
@@ -71,8 +71,6 @@ def is_better(x: Array, values: Array, scales: Array, *others: Array | None) -> 
     return is_multiplied_out(len(x), len(values) // len(scales))
 
 
-# A function of its own in the program is lowered once, not once per layer.
-@functools.partial(jax.jit, static_argnames=("offset", "interpret"))
 def quantized_matmul(
     x: Array,
     values: Array,
@@ -85,7 +83,31 @@ def quantized_matmul(
     offset: int = 0,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
-    """Multiply as the reference does, with numbers of the matrix that are rounded to bfloat16."""
+    """Multiply as the reference does, with numbers of the matrix that are rounded to bfloat16.
+
+    XLA multiplies minima, and reads them once.
+    """
+    out = _product(x, values, scales, zeros, outer_scales, offset=offset, interpret=interpret)
+    if minima is None:
+        return out
+    rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+    sums = rounded.reshape(len(x), len(minima), -1).sum(-1)
+    return out + linear(sums, Factors(minima, outer_minima).array(-2))
+
+
+# A function of its own in the program is lowered once, not once per layer.
+@functools.partial(jax.jit, static_argnames=("offset", "interpret"))
+def _product(
+    x: Array,
+    values: Array,
+    scales: Array,
+    zeros: Array | None,
+    outer_scales: Array | None,
+    *,
+    offset: int,
+    interpret: bool | pltpu.InterpretParams,
+) -> Array:
+    """Return the product without minima."""
     rows, (inputs, outputs), groups = len(x), values.shape, len(scales)
     padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     x = jnp.pad(x.astype(jnp.bfloat16), ((0, padded - rows), (0, 0)))
@@ -117,10 +139,6 @@ def quantized_matmul(
         interpret=interpret,
         name="quantized_matmul",
     )(x, *matrix)
-    if minima is not None:  # XLA multiplies them, and reads them once.
-        sums = x.astype(jnp.float32).reshape(padded, groups, -1).sum(-1)
-        wide = Factors(minima, outer_minima).array(-2)
-        out = out + jnp.dot(sums, wide, precision=lax.Precision.HIGHEST)
     return out[:rows]
 
 
