@@ -247,12 +247,13 @@ def _solved(
     total = jnp.exp(_product("bhnj,bhj->bhn", mask, decays))[..., None]
 
     # One product of all queries and keys reads the state once. XLA for GPU merges products with a
-    # common first operand, and would copy the state beside the keys.
+    # common first operand, and would copy the state beside the keys: the barrier separates them.
     read = _product("bgnck,bgrvk->bgrcnv", pairs, _grouped(state, groups))
     read = read.reshape(len(state), heads, 2, count, -1)
     if earlier is not None:
         read = _behind(read, pairs, earlier)
-    alike = _product("bgmk,bgnck->bgcnm", pairs[..., 1, :], pairs)
+    read, pairs = lax.optimization_barrier((read, pairs))
+    alike = _product("bgnck,bgmk->bgcnm", pairs, pairs[..., 1, :])
     alike = jnp.repeat(alike, heads // groups, 1)
 
     system = jnp.where(strict[:, None], rates[..., None] * ratios * alike[:, :, 1], 0)
