@@ -1,4 +1,7 @@
-"""The product of XLA, of ``core.quantized``: TPUs read what is stored, GPUs write groups wider."""
+"""The product of XLA, of ``core.quantized``.
+
+TPUs read what is stored for few rows, and write the matrix wide for many. GPUs write groups wider.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -24,8 +24,8 @@ class Settings(CommonSettings):
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
       max_tree_size: most nodes of a tree with the root, at least 4; 0 searches chains only.
-      quantization: of the target's weights, as in ``LLM``.
       max_programs: most candidates that are measured at a batch size, besides plain decoding.
+      quantization: of the target's weights, as in ``LLM``.
     """
 
     temperature: float = 0.0
